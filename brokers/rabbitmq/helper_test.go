@@ -9,6 +9,7 @@ import (
 	"time"
 
 	amqp "github.com/rabbitmq/amqp091-go"
+	"github.com/stretchr/testify/assert"
 	"github.com/stretchr/testify/require"
 	"go.uber.org/goleak"
 
@@ -130,8 +131,10 @@ func (r *rig) count(queue string) (messages, consumers int) {
 func (r *rig) ready(queue string, n int) {
 	r.t.Helper()
 	got := 0
-	require.Eventually(r.t, func() bool { got, _ = r.count(queue); return got == n }, patience, 20*time.Millisecond,
-		"%s: %d ready messages are expected", queue, n)
+	ok := func() bool { got, _ = r.count(queue); return got == n }
+	if !assert.Eventually(r.t, ok, patience, 20*time.Millisecond) {
+		require.FailNow(r.t, "ready messages", "%s has %d, %d are expected", queue, got, n)
+	}
 }
 
 // get takes everything out of a queue and returns the IDs in order.

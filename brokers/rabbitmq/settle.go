@@ -3,6 +3,7 @@ package rabbitmq
 import (
 	"context"
 	"errors"
+	"time"
 
 	"github.com/twiceproof/twiceproof/brokers"
 )
@@ -110,6 +111,7 @@ func (h *held) settle(v brokers.Verb) error {
 	// After this line the session may end at any time: the channel, which nothing
 	// ever reopens, then refuses to send.
 	var err error
+	ss.lastAck.Store(time.Now().UnixNano())
 	switch v {
 	case brokers.Done:
 		err = ss.ch.Ack(h.tag, false)
