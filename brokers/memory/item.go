@@ -1,6 +1,7 @@
 package memory
 
 import (
+	"bytes"
 	"cmp"
 	"slices"
 	"sort"
@@ -31,7 +32,9 @@ type item struct {
 
 // newItem returns an item with a deep copy of m.
 func newItem(m *brokers.Message) *item {
-	return &item{m: *m.Clone()}
+	it := &item{m: *m}
+	it.m.Headers, it.m.Payload = m.Headers.Clone(), bytes.Clone(m.Payload)
+	return it
 }
 
 // fresh returns an item with the same message, as if it were new.
@@ -51,9 +54,7 @@ func (it *item) turn() int64 {
 func (it *item) deliver(d *brokers.Delivery) {
 	d.Message = it.m
 	d.Message.Headers = it.m.Headers.Clone()
-	if it.m.Payload != nil {
-		d.Message.Payload = append([]byte{}, it.m.Payload...)
-	}
+	d.Message.Payload = bytes.Clone(it.m.Payload)
 }
 
 // inOrder sorts items by their places.

@@ -135,9 +135,8 @@ func (p *partition) find(off int64) int {
 // truncate drops what lies before off.
 func (p *partition) truncate(off int64) {
 	i := p.find(off)
-	if i > 0 {
-		p.recs = append([]*item(nil), p.recs[i:]...)
-	}
+	clear(p.recs[:i]) // append copies what is left when it runs out of room
+	p.recs = p.recs[i:]
 	p.start = max(p.start, min(off, p.end))
 }
 
