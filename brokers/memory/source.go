@@ -307,7 +307,7 @@ func (s *base) Settle(ctx context.Context, ss ...brokers.Settlement) []error {
 		return all(len(ss), err)
 	}
 	if d := ss[0].Delivery; d != nil && s.b.cfg.Seed != 0 {
-		s.b.step(stepKey{op: "settle", name: d.Lane.Name, id: d.ID + d.Coordinates, who: s.n, n: d.Lane.Epoch<<8 | uint64(ss[0].Verb)})
+		s.b.step(stepKey{op: ss[0].Verb.String(), name: d.Lane.String(), id: d.ID, who: s.n, n: serial(d)})
 	}
 	s.b.mu.Lock()
 	defer s.b.unlock()
@@ -320,6 +320,19 @@ func (s *base) Settle(ctx context.Context, ss ...brokers.Settlement) []error {
 	errs := make([]error, len(ss))
 	s.self.settle(time.Now(), ss, errs)
 	return errs
+}
+
+// serial tells the deliveries of one message on one lane apart.
+func serial(d *brokers.Delivery) uint64 {
+	switch h := d.Handle.(type) {
+	case *lease:
+		return h.handle
+	case *tag:
+		return h.n
+	case *record:
+		return uint64(h.it.pos)
+	}
+	return 0
 }
 
 // lost is the answer to a settlement that comes too late.
