@@ -29,7 +29,7 @@ func (s *Source) Settle(ctx context.Context, ss ...brokers.Settlement) []error {
 	defer close(done)
 
 	errs := make([]error, len(ss))
-	lost := 0
+	var lost []*brokers.Delivery
 	var back []int // releases on an ordered lane, which come last
 	for i, st := range ss {
 		h, err := s.handle(st)
@@ -42,18 +42,18 @@ func (s *Source) Settle(ctx context.Context, ss ...brokers.Settlement) []error {
 			errs[i] = h.settle(st.Verb)
 		}
 		if errors.Is(errs[i], brokers.ErrOwnershipLost) {
-			lost++
+			lost = append(lost, st.Delivery)
 		}
 	}
 	for _, i := range back {
 		errs[i] = ss[i].Delivery.Handle.(*held).giveBackLane()
 		if errors.Is(errs[i], brokers.ErrOwnershipLost) {
-			lost++
+			lost = append(lost, ss[i].Delivery)
 		}
 	}
-	if lost > 0 {
-		s.log.Info("settlements came after their subscription had ended and were dropped", "count", lost)
-		s.emit(brokers.Event{Kind: brokers.EventSettleLost, Lane: ss[0].Delivery.Lane, Count: lost, Err: brokers.ErrOwnershipLost})
+	if len(lost) > 0 {
+		s.log.Info("settlements came after their subscription had ended and were dropped", "count", len(lost), "first", lost[0].Coordinates)
+		s.emit(brokers.Event{Kind: brokers.EventSettleLost, Lane: lost[0].Lane, Count: len(lost), Err: brokers.ErrOwnershipLost})
 	}
 	return errs
 }

@@ -122,7 +122,8 @@ func (s *Source) run(ctx context.Context, ss *session) {
 		s.mu.Unlock()
 		s.log.Warn("the subscription ended; subscribing again", "epoch", ss.lane.Epoch, "error", err)
 		s.emit(brokers.Event{Kind: brokers.EventDisconnected, Lane: ss.lane, Err: err})
-		if time.Since(began) >= settledAfter {
+		// One that got work done was no failure, however short it was.
+		if ss.lastAck.Load() != 0 || time.Since(began) >= settledAfter {
 			tries = 0
 		}
 		if !sleep(ctx, backoff(tries)) {
@@ -362,6 +363,8 @@ func (s *Source) Status(ctx context.Context) (brokers.Status, error) {
 
 // Close implements [brokers.Source]. It closes the subscription, by which the
 // broker puts back everything unsettled in its old order, and then the connection.
+// It waits for up to 150 ms after the last acknowledgement, which the broker may
+// otherwise forget.
 func (s *Source) Close(ctx context.Context) error {
 	s.mu.Lock()
 	was := s.state

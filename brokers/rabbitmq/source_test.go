@@ -153,6 +153,22 @@ func TestCloseGivesBackWhatWasNotSettledAtOnce(t *testing.T) {
 	}
 }
 
+// The broker passes only so many acknowledgements on at a time, and forgets the
+// others with their channel.
+func TestBurstOfAcknowledgementsSurvivesClose(t *testing.T) {
+	t.Parallel()
+	const n = 1000
+	r := newRig(t)
+	r.declare(nil)
+	r.put(0, n)
+	for from := 0; from < n; from += 250 {
+		s, _, _ := r.source(250)
+		settle(t, s, brokers.Done, receive(t, s, 250)...)
+		closeWithin(t, s.Close)
+		r.ready(r.queue, n-from-250)
+	}
+}
+
 func TestReceiveThatIsCancelledLosesNothing(t *testing.T) {
 	t.Parallel()
 	r := newRig(t)
@@ -214,8 +230,9 @@ func TestDeliveryOfAnotherSourceIsNotSettled(t *testing.T) {
 	two, _, _ := r.source(1)
 	d := receive(t, one, 1)[0]
 	receive(t, two, 1)
-	err := two.Settle(t.Context(), settlements(brokers.Done, d)...)[0]
-	require.ErrorIs(t, err, brokers.ErrOwnershipLost)
+	errs := two.Settle(t.Context(), brokers.Settlement{}, brokers.Settlement{Delivery: d, Verb: brokers.Done})
+	assert.Equal(t, brokers.Permanent, brokers.ClassOf(errs[0]))
+	require.ErrorIs(t, errs[1], brokers.ErrOwnershipLost)
 	settle(t, one, brokers.Done, d)
 }
 
