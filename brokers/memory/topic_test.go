@@ -57,6 +57,8 @@ func TestLongDrainKeepsItsMembership(t *testing.T) {
 		ds := receive(t, a, 3)
 		open(t, b, "t", 10)
 		<-ds[0].Draining
+		publish(t, b, "t", 1)
+		nothing(t, a, time.Second) // it starts nothing more
 		t0 := time.Now()
 		<-time.After(18 * time.Second)
 		for _, d := range ds {
