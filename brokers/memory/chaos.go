@@ -9,6 +9,12 @@ import (
 // Chaos is a mix of faults that strike by chance. Probabilities are from 0 (never,
 // the default) to 1 (always). Whether a fault strikes is a hash of the seed, the
 // message and the attempt: not of the time, nor of the order of goroutines.
+//
+// A lost ack comes again when its lease or session ends: on real time give the
+// queue a short Visibility (or the channel a short ConsumerTimeout), as in
+//
+//	b := memory.New(memory.Config{Chaos: memory.Chaos{Seed: 1, Duplicate: 1, LoseAck: 0.1, Reorder: 8, Delay: 0.2}})
+//	b.Queue("orders", memory.QueueConfig{Visibility: 300 * time.Millisecond})
 type Chaos struct {
 	// Seed chooses the run.
 	Seed uint64

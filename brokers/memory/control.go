@@ -32,7 +32,7 @@ func (b *Broker) at(op, name string, f func(now time.Time)) {
 // without a drain and joins as a new one. cause goes to the Observer and may be nil.
 // Deliveries in hand end with ErrOwnershipLost. A closed Source is left alone.
 func (b *Broker) Disconnect(src brokers.Source, cause error, down time.Duration) {
-	b.onSource("disconnect", src, func(now time.Time, p profile) { p.disconnect(now, cause, down, false) })
+	b.onSource("disconnect", src, func(now time.Time, p profile) { p.disconnect(now, cause, down) })
 }
 
 var errCancelled = errors.New("the broker cancelled the consumer")
@@ -40,7 +40,7 @@ var errCancelled = errors.New("the broker cancelled the consumer")
 // Cancel ends a subscription from the broker's side, as when a RabbitMQ queue is
 // deleted or its leader moves. The Source subscribes again at once.
 func (b *Broker) Cancel(src brokers.Source) {
-	b.onSource("cancel", src, func(now time.Time, p profile) { p.disconnect(now, errCancelled, 0, true) })
+	b.onSource("cancel", src, func(now time.Time, p profile) { p.disconnect(now, errCancelled, 0) })
 }
 
 // ExpireNow ends the leases that sel selects, by lane and message, as if their
@@ -245,7 +245,7 @@ func (b *Broker) Messages(name string) []*brokers.Message {
 //   - no message is lost: what was Accepted is settled, retired or stored;
 //   - no message is handed over while another delivery of it is live;
 //   - with a seed, first deliveries of a key are in order where lanes are ordered;
-//   - no settlement reaches the broker under an ownership that has ended;
+//   - no settlement reaches a channel under a session that has ended;
 //   - commits rise, and pass no message that is unfinished in their generation;
 //   - with a seed, the context of a delivery ends when its ownership does, with
 //     cause ErrOwnershipLost or ErrClosed, and not before.

@@ -359,7 +359,7 @@ func (s *queueSource) blink(now time.Time, cause error, d time.Duration) {
 	s.down(now, cause, d)
 }
 
-func (s *queueSource) disconnect(now time.Time, cause error, d time.Duration, _ bool) {
+func (s *queueSource) disconnect(now time.Time, cause error, d time.Duration) {
 	s.blink(now, cause, d)
 }
 
