@@ -277,9 +277,12 @@ func permanent(err error) error {
 }
 
 // attemptOf returns the number of hand-overs, this one included, or a lower bound.
-func attemptOf(d *amqp.Delivery) int {
+func attemptOf(d *amqp.Delivery, q QueueType) int {
 	if !d.Redelivered {
 		return 1
+	}
+	if q == Classic {
+		return 2 // a counting header would be of the message's life in another queue
 	}
 	// Quorum queues count: x-delivery-count the returns that the limit limits, and
 	// since 4.3 x-acquired-count the hand-overs.

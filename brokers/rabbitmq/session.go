@@ -160,7 +160,7 @@ func (ss *session) cancelled() error {
 func (ss *session) accept(d *amqp.Delivery) {
 	h := &held{sess: ss, tag: d.DeliveryTag, at: time.Now()}
 	out := &brokers.Delivery{
-		Message: messageOf(d), Lane: ss.lane, Attempt: attemptOf(d), Handle: h,
+		Message: messageOf(d), Lane: ss.lane, Attempt: attemptOf(d, ss.s.cfg.QueueType), Handle: h,
 		Coordinates: ss.lane.String() + "/" + strconv.FormatUint(d.DeliveryTag, 10),
 	}
 	if out.Key == "" && ss.s.cfg.KeyFromRoutingKey {

@@ -76,6 +76,9 @@ func (s *Source) handle(st brokers.Settlement) (*held, error) {
 		return nil, &brokers.Error{Class: brokers.Lost, Op: "settle " + st.Delivery.Coordinates, Err: brokers.ErrOwnershipLost,
 			Hint: "the delivery is of another Source"}
 	}
+	if h.settled() { // whatever is asked of it now
+		return nil, brokers.ErrAlreadySettled
+	}
 	caps := s.cfg.capabilities()
 	switch st.Verb {
 	case brokers.Done, brokers.Release:
@@ -91,6 +94,12 @@ func (s *Source) handle(st brokers.Settlement) (*held, error) {
 		return nil, unsupported(st, "unknown verb")
 	}
 	return h, nil
+}
+
+func (h *held) settled() bool {
+	h.sess.mu.Lock()
+	defer h.sess.mu.Unlock()
+	return h.state == stateSettled
 }
 
 func unsupported(st brokers.Settlement, hint string) error {
