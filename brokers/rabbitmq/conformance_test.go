@@ -33,7 +33,7 @@ func TestConformance(t *testing.T) {
 					"message/payload-nil-is-no-empty-payload": "AMQP cannot tell a nil payload from an empty one",
 					"message/headers-repeated":                "AMQP keeps the order of one header's values, and none between headers",
 				},
-				New:      func(t *testing.T) brokertest.Fixture { return fixture(t, url, edit) },
+				New: func(t *testing.T) brokertest.Fixture { return fixture(t, url, edit) },
 			})
 		})
 	}
