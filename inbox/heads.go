@@ -1,0 +1,202 @@
+package inbox
+
+import (
+	"context"
+	"fmt"
+	"time"
+
+	"github.com/twiceproof/twiceproof/internal/sqldb"
+)
+
+const sqlTakeHeads = `WITH h AS MATERIALIZED (
+	SELECT seq FROM {s}held_messages WHERE consumer_id = $1 AND due_at <= {now} ORDER BY due_at LIMIT $2 {skip}
+)
+UPDATE {s}held_messages SET starts = starts + 1, due_at = {after:$3}
+WHERE seq IN (SELECT seq FROM h)
+RETURNING seq, starts, attempts, reason, {age:held_at}, message_id, raw_id, fp, order_key, coordinates,
+	topic, message_key, type, content_type, produced_at, headers, payload, payload IS NULL`
+
+// takeHeads marks due heads as started. Only the first message of a key is ever
+// due, so sharing them out cannot change an order.
+func (e *engine) takeHeads(ctx context.Context, q sqldb.Q, consumer int16, hq HeadQuery) (hs []*Head, err error) {
+	args := []any{consumer, hq.Max, hq.Lease.Microseconds()}
+	err = q.Query(ctx, e.sql(sqlTakeHeads), args, func(scan func(...any) error) error {
+		h, it := &Head{consumer: consumer}, &Item{}
+		var age int64
+		var topic, key, typ, ct, headers, payload []byte
+		var at *string
+		var noPayload bool
+		err := scan(&h.Seq, &h.Starts, &h.Attempts, &h.Reason, &age, &it.ID, &it.RawID, &it.Fingerprint, &it.OrderKey, &it.Coordinates,
+			&topic, &key, &typ, &ct, &at, &headers, &payload, &noPayload)
+		if err != nil {
+			return err
+		}
+		h.Age = time.Duration(age) * time.Microsecond
+		it.Message, err = message(it.ID, it.RawID, topic, key, typ, ct, at, headers, payload, noPayload)
+		h.Item = it
+		hs = append(hs, h)
+		return err
+	})
+	return hs, err
+}
+
+const (
+	sqlLockHead = `SELECT tx_mark FROM {s}held_messages WHERE seq = $1 AND starts = $2 {lock}`
+	sqlMarkHead = `UPDATE {s}held_messages SET tx_mark = 'running' WHERE seq = $1 AND starts = $2`
+	sqlNextDue  = `UPDATE {s}held_messages SET due_at = {now}
+		WHERE seq = (SELECT seq FROM {s}held_messages WHERE consumer_id = $1 AND order_key = $2 AND NOT (dead AND $3) ORDER BY position LIMIT 1)
+		AND NOT dead AND due_at IS NULL`
+	sqlDeleteHead = `DELETE FROM {s}held_messages WHERE seq = $1 AND starts = $2`
+	sqlRetryHead  = `UPDATE {s}held_messages SET attempts = $3, reason = $4, dead = $5, tx_mark = NULL, updated_at = {now},
+		due_at = CASE WHEN $5 THEN NULL ELSE {after:$6} END,
+		first_error_class = coalesce(first_error_class, $7), first_error = coalesce(first_error, $8),
+		last_error_class = $7, last_error = $8, last_stack = $9
+		WHERE seq = $1 AND starts = $2`
+	sqlReturnHead = `UPDATE {s}held_messages SET starts = starts - 1, tx_mark = NULL, due_at = {after:$3} WHERE seq = $1 AND starts = $2`
+	sqlRepair     = `UPDATE {s}held_messages SET due_at = {now} WHERE consumer_id = $1 AND due_at IS NULL AND NOT dead AND (order_key IS NULL OR seq IN (
+		WITH RECURSIVE k(key) AS (
+			SELECT (SELECT order_key FROM {s}held_messages WHERE consumer_id = $1 AND order_key IS NOT NULL ORDER BY order_key LIMIT 1)
+			UNION ALL
+			SELECT (SELECT order_key FROM {s}held_messages WHERE consumer_id = $1 AND order_key > k.key ORDER BY order_key LIMIT 1) FROM k WHERE k.key IS NOT NULL
+		)
+		SELECT (SELECT seq FROM {s}held_messages f WHERE f.consumer_id = $1 AND f.order_key = k.key AND NOT (f.dead AND $2) ORDER BY f.position LIMIT 1)
+		FROM k WHERE k.key IS NOT NULL))`
+	sqlHeldStats = `SELECT count(*), count(CASE WHEN dead THEN 1 END), count(CASE WHEN due_at <= {now} THEN 1 END),
+		coalesce(max(CASE WHEN due_at <= {now} THEN {age:due_at} END), 0) FROM {s}held_messages WHERE consumer_id = $1`
+)
+
+const savepoint = "twiceproof"
+
+// lockHead begins a retry on an open transaction. ended: an earlier run had
+// committed by itself, and the head is settled as done.
+func (e *engine) lockHead(ctx context.Context, q sqldb.Q, h *Head, u Unit) (ended bool, err error) {
+	if e.dialect == sqldb.Postgres {
+		// The same settings as a claim has; the wait is for the taker of a lease that
+		// ran out while its handler still runs.
+		timeout := u.ClaimTimeout
+		if timeout <= 0 {
+			timeout = 5 * time.Second
+		}
+		_, err := q.Exec(ctx, `SELECT set_config('lock_timeout', $1, true), set_config('idle_in_transaction_session_timeout', $2, true),
+			set_config('synchronous_commit', CASE WHEN current_setting('synchronous_commit') IN ('on', 'remote_apply')
+			THEN current_setting('synchronous_commit') ELSE 'on' END, true)`, milliseconds(timeout), milliseconds(u.IdleTimeout))
+		if err != nil {
+			return false, err
+		}
+	}
+	var mark *string
+	found, err := sqldb.QueryRow(ctx, q, e.sql(sqlLockHead), []any{h.Seq, h.Starts}, &mark)
+	if err != nil {
+		return false, err
+	}
+	if !found {
+		return false, ErrHeadLost
+	}
+	if e.dialect == sqldb.Postgres {
+		if _, err := q.Exec(ctx, `SELECT set_config('lock_timeout', '0', true)`); err != nil {
+			return false, err
+		}
+	}
+	if mark != nil {
+		return true, e.finishHead(ctx, q, h, stateDone, nil, u.ContinueAfterDead)
+	}
+	if _, err := q.Exec(ctx, e.sql(sqlMarkHead), h.Seq, h.Starts); err != nil {
+		return false, err
+	}
+	_, err = q.Exec(ctx, "SAVEPOINT "+savepoint)
+	return false, err
+}
+
+// finishHead turns the claim to its final state and removes the held row: the last
+// writes of a retry, so that redeliveries wait for them and not for the handler.
+func (e *engine) finishHead(ctx context.Context, q sqldb.Q, h *Head, state int, reason any, continueAfterDead bool) error {
+	if err := e.lockKey(ctx, q, h.consumer, h.Item.OrderKey); err != nil {
+		return err
+	}
+	n, err := q.Exec(ctx, e.sql(sqlSetState), h.consumer, h.Item.ID, state, reason)
+	if err != nil {
+		return err
+	}
+	if n == 0 {
+		if _, err := q.Exec(ctx, e.sql(sqlInsertFinal), h.consumer, h.Item.ID, h.Item.Fingerprint, state, reason); err != nil {
+			return err
+		}
+	}
+	if n, err = q.Exec(ctx, e.sql(sqlDeleteHead), h.Seq, h.Starts); err != nil {
+		return err
+	}
+	if n != 1 {
+		return ErrHeadLost
+	}
+	return e.nextDue(ctx, q, h, continueAfterDead)
+}
+
+const sqlInsertFinal = `INSERT INTO {s}processed_messages (consumer_id, message_id, fp, state, reason, processed_at)
+	VALUES ($1, $2, $3, $4, $5, {now})`
+
+func (e *engine) nextDue(ctx context.Context, q sqldb.Q, h *Head, continueAfterDead bool) error {
+	if h.Item.OrderKey == nil {
+		return nil
+	}
+	_, err := q.Exec(ctx, e.sql(sqlNextDue), h.consumer, h.Item.OrderKey, continueAfterDead)
+	return err
+}
+
+// failHead keeps the outcome of a failed retry.
+func (e *engine) failHead(ctx context.Context, q sqldb.Q, h *Head, r heldRow, discard bool) error {
+	if discard {
+		return e.finishHead(ctx, q, h, stateDiscarded, text(r.failure.Text), r.continueAfterDead)
+	}
+	if err := e.lockKey(ctx, q, h.consumer, h.Item.OrderKey); err != nil {
+		return err
+	}
+	n, err := q.Exec(ctx, e.sql(sqlRetryHead), h.Seq, h.Starts, r.attempts, r.reason, r.dead, r.delay.Microseconds(),
+		orNil(text(r.failure.Class)), orNil(text(r.failure.Text)), orNil(text(r.failure.Stack)))
+	if err != nil {
+		return err
+	}
+	if n != 1 {
+		return ErrHeadLost
+	}
+	if r.dead && r.continueAfterDead {
+		return e.nextDue(ctx, q, h, true)
+	}
+	return nil
+}
+
+func (e *engine) heldStats(ctx context.Context, q sqldb.Q, consumer int16) (s HeldStats, err error) {
+	var oldest int64
+	_, err = sqldb.QueryRow(ctx, q, e.sql(sqlHeldStats), []any{consumer}, &s.Total, &s.Dead, &s.Due, &oldest)
+	s.OldestDue = time.Duration(oldest) * time.Microsecond
+	return s, err
+}
+
+// check says whether the tables are there and can be written.
+func (e *engine) check(ctx context.Context, q sqldb.Q) error {
+	for _, probe := range []string{
+		`SELECT id, name FROM {s}inbox_consumers WHERE 1 = 0`,
+		`SELECT consumer_id, message_id, fp, state, reason, processed_at FROM {s}processed_messages WHERE 1 = 0`,
+		`SELECT seq, position, consumer_id, kind, dead, due_at, attempts, starts, tx_mark, reason, message_id, order_key, payload FROM {s}held_messages WHERE 1 = 0`,
+	} {
+		err := q.Query(ctx, e.sql(probe), nil, func(func(...any) error) error { return nil })
+		switch s := sqldb.State(err); {
+		case s == sqldb.UndefinedTable || s == sqldb.UndefinedColumn || s == sqldb.InvalidSchemaName:
+			return fmt.Errorf("inbox tables are missing or old; run `twiceproof migrate up`: %w", err)
+		case err != nil && e.dialect == sqldb.SQLite:
+			return fmt.Errorf("inbox tables cannot be read; if they are missing, run `twiceproof migrate up`: %w", err)
+		case err != nil:
+			return fmt.Errorf("check the inbox: %w", err)
+		}
+	}
+	if e.dialect == sqldb.SQLite {
+		return nil
+	}
+	var readOnly string
+	if _, err := sqldb.QueryRow(ctx, q, `SELECT current_setting('transaction_read_only')`, nil, &readOnly); err != nil {
+		return fmt.Errorf("check the inbox: %w", err)
+	}
+	if readOnly == "on" {
+		return fmt.Errorf("the database is read-only; connect to the primary (target_session_attrs=read-write)")
+	}
+	return nil
+}
