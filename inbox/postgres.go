@@ -224,20 +224,26 @@ type pgAttempt struct {
 	claimed  []string
 	head     *Head
 	killed   bool
+	broken   bool // as it was when the connection was given back
 }
 
 // Tx implements [Attempt].
 func (a *pgAttempt) Tx() pgx.Tx { return a.guard }
 
 // Broken implements [Attempt].
-func (a *pgAttempt) Broken() bool { return a.guard.conn.IsClosed() }
+func (a *pgAttempt) Broken() bool {
+	if a.conn == nil {
+		return a.broken
+	}
+	return a.guard.conn.IsClosed()
+}
 
 // Rerun implements [Attempt].
 func (a *pgAttempt) Rerun(err error) bool {
 	if sqldb.Rerun(err) {
 		return true
 	}
-	return a.guard.lastErr != nil && sqldb.Rerun(a.guard.lastErr) && !a.Broken() && a.guard.conn.PgConn().TxStatus() == 'E'
+	return a.conn != nil && a.guard.lastErr != nil && sqldb.Rerun(a.guard.lastErr) && !a.Broken() && a.guard.conn.PgConn().TxStatus() == 'E'
 }
 
 // Commit implements [Attempt].
@@ -321,7 +327,7 @@ func (a *pgAttempt) Fail(ctx context.Context, o Outcome[pgx.Tx]) error {
 		}
 		return nil
 	}
-	if !a.killed && !a.Broken() && !a.Rerun(nil) {
+	if a.conn != nil && !a.killed && !a.Broken() && !a.Rerun(nil) {
 		_, err := a.guard.conn.Exec(ctx, "ROLLBACK TO SAVEPOINT "+savepoint)
 		if err == nil {
 			err = write(ctx, a.guard)
@@ -377,6 +383,7 @@ func ignoreEnded(err error) error {
 
 func (a *pgAttempt) release() {
 	if a.conn != nil {
+		a.broken = a.killed || a.guard.conn.IsClosed()
 		if !a.killed {
 			a.conn.Release()
 		}

@@ -1,0 +1,144 @@
+package consumer
+
+import (
+	"context"
+	"errors"
+	"fmt"
+	"log/slog"
+	"time"
+)
+
+// Order says which messages wait for each other.
+type Order uint8
+
+const (
+	// ByKey: messages of one Key, one at a time and in order.
+	ByKey Order = iota
+	// ByLane: messages of one broker lane.
+	ByLane
+	// Unordered: none.
+	Unordered
+)
+
+// AfterDead says what a dead message does to its key.
+type AfterDead uint8
+
+const (
+	// Block: later messages of the key are held behind it.
+	Block AfterDead = iota
+	// Continue: they go on.
+	Continue
+)
+
+// Config configures a runner. Only Name is required; zero values are defaults.
+type Config struct {
+	// Name is the consumer's name in the inbox: two names process each message once
+	// each. Never change it, and never derive it from code.
+	Name string
+	// Concurrency is the number of messages in work at once. 0: the store's pool size
+	// less 2, at most 16, at least 1; 1 on SQLite.
+	Concurrency int
+	// Order: ByKey unless said otherwise.
+	Order Order
+	// RequireOrder makes Run fail where the source keeps no order.
+	RequireOrder bool
+	// AfterDead: Block unless said otherwise.
+	AfterDead AfterDead
+	// HandlerTimeout bounds one run of the handler. 0: 30 s; negative: no bound.
+	HandlerTimeout time.Duration
+	// ClaimTimeout bounds the wait for a concurrent duplicate. 0: 5 s.
+	ClaimTimeout time.Duration
+	// DrainTimeout is how long Run waits for running handlers at its end. 0: 25 s.
+	DrainTimeout time.Duration
+	// Grace is how long a handler may go on after its context has ended, before its
+	// connection is cut. 0: 5 s.
+	Grace time.Duration
+	// Room and RoomBytes bound what is taken from the broker and not settled. 0: 4
+	// times Concurrency, at least 64; 64 MiB.
+	Room      int
+	RoomBytes int64
+	// Tries is how often a message is run at its first delivery, within TryFor. 0: 3
+	// times, within 1 s.
+	Tries  int
+	TryFor time.Duration
+	// MaxAttempts is the failed run after which a message is dead. 0: 10.
+	MaxAttempts int
+	// Backoff and MaxBackoff bound the delay of a held message: it doubles from the
+	// first to the second, with full jitter. 0: 1 s and 5 min.
+	Backoff, MaxBackoff time.Duration
+	// CrashLimit is how many runs of a held message may end with the process. 0: 3.
+	CrashLimit int
+	// MaxHeld is how many held messages stop the intake. 0: 100,000.
+	MaxHeld int
+	// UnknownTypeFor is how long a message of unknown type is tried. 0: 24 h.
+	UnknownTypeFor time.Duration
+	// IgnoreConflicts settles a message whose ID was used for other content as a
+	// duplicate, for producers that serialize anew on a retry. The default holds it.
+	IgnoreConflicts bool
+	// Hooks are called on the way.
+	Hooks Hooks
+	// Logger: nil logs nowhere.
+	Logger *slog.Logger
+}
+
+// Hooks are functions that the runner calls; each may be nil. They must be fast and
+// safe for concurrent use.
+type Hooks struct {
+	// AfterCommit runs after a confirmed commit, at most once: a crash may skip it.
+	AfterCommit func(ctx context.Context, m *Message)
+	// Held runs after a message was held, with the reason.
+	Held func(m *Message, reason string, err error)
+}
+
+func (c Config) withDefaults(pool int, singleWriter bool) (Config, error) {
+	var errs []error
+	bad := func(format string, args ...any) { errs = append(errs, fmt.Errorf(format, args...)) }
+	if c.Name == "" {
+		bad("Name is missing: it is the consumer's name in the inbox, for example \"billing\"")
+	}
+	if c.Concurrency < 0 || c.Room < 0 || c.Tries < 0 || c.MaxAttempts < 0 || c.MaxHeld < 0 {
+		bad("Concurrency, Room, Tries, MaxAttempts and MaxHeld must not be negative")
+	}
+	if !singleWriter && pool > 0 && c.Concurrency > 0 && c.Concurrency+2 > pool {
+		bad("Concurrency %d needs a pool of %d connections (one each and two to spare), but it has %d: raise MaxConns (pool_max_conns in the URL) or lower Concurrency",
+			c.Concurrency, c.Concurrency+2, pool)
+	}
+	if c.Concurrency == 0 {
+		if pool == 0 {
+			pool = 18
+		}
+		c.Concurrency = max(1, min(16, pool-2))
+		if singleWriter {
+			c.Concurrency = 1
+		}
+	}
+	def(&c.HandlerTimeout, 30*time.Second)
+	def(&c.ClaimTimeout, 5*time.Second)
+	def(&c.DrainTimeout, 25*time.Second)
+	def(&c.Grace, 5*time.Second)
+	def(&c.Room, max(64, 4*c.Concurrency))
+	def(&c.RoomBytes, 64<<20)
+	def(&c.Tries, 3)
+	def(&c.TryFor, time.Second)
+	def(&c.MaxAttempts, 10)
+	def(&c.Backoff, time.Second)
+	def(&c.MaxBackoff, 5*time.Minute)
+	def(&c.CrashLimit, 3)
+	def(&c.MaxHeld, 100_000)
+	def(&c.UnknownTypeFor, 24*time.Hour)
+	if c.Logger == nil {
+		c.Logger = slog.New(slog.DiscardHandler)
+	}
+	c.Logger = c.Logger.With("consumer", c.Name)
+	if err := errors.Join(errs...); err != nil {
+		return c, fmt.Errorf("consumer config: %w", err)
+	}
+	return c, nil
+}
+
+func def[T comparable](v *T, d T) {
+	var zero T
+	if *v == zero {
+		*v = d
+	}
+}

@@ -1,0 +1,183 @@
+package consumer
+
+import (
+	"context"
+	"errors"
+	"time"
+
+	"github.com/twiceproof/twiceproof/inbox"
+)
+
+// tendHeld takes due held messages while there are workers for them, counts the
+// held ones for MaxHeld, and repairs heads, until ctx ends.
+func (l *loop[Tx]) tendHeld(ctx context.Context) {
+	const (
+		busyPoll = 100 * time.Millisecond
+		idlePoll = time.Second
+	)
+	var counted, repaired time.Time
+	pause := busyPoll
+	for l.gate.wait(ctx) {
+		if time.Since(counted) >= time.Second {
+			counted = time.Now()
+			l.countForLimit(ctx)
+		}
+		if time.Since(repaired) >= 5*time.Second {
+			repaired = time.Now()
+			if _, err := l.store.RepairHeads(ctx, l.cfg.Name, l.cfg.AfterDead == Continue); err != nil && ctx.Err() == nil {
+				l.cfg.Logger.Warn("repair of held messages failed", "error", err)
+			}
+		}
+		pause = min(2*pause, idlePoll)
+		if l.takeHeads(ctx) {
+			pause = busyPoll
+		}
+		t := time.NewTimer(pause)
+		select {
+		case <-t.C:
+		case <-l.wake:
+			pause = busyPoll
+		case <-ctx.Done():
+		}
+		t.Stop()
+	}
+}
+
+func (l *loop[Tx]) nudgeHeads() {
+	select {
+	case l.wake <- struct{}{}:
+	default:
+	}
+}
+
+func (l *loop[Tx]) countForLimit(ctx context.Context) {
+	s, err := l.store.Held(ctx, l.cfg.Name)
+	if err != nil {
+		return
+	}
+	full := s.Total >= l.cfg.MaxHeld
+	if full != l.full.Swap(full) {
+		if full {
+			l.st.report("held", errors.New("MaxHeld is reached: intake is paused; look at the held messages"))
+		} else {
+			l.st.report("held", nil)
+		}
+	}
+}
+
+// takeHeads takes as many due heads as there are idle workers.
+func (l *loop[Tx]) takeHeads(ctx context.Context) bool {
+	n := l.cfg.Concurrency - int(l.busy.Load())
+	if n <= 0 {
+		return false
+	}
+	lease := l.cfg.ClaimTimeout + l.cfg.HandlerTimeout
+	if l.cfg.HandlerTimeout < 0 {
+		lease = time.Hour
+	}
+	heads, err := l.store.TakeHeads(ctx, inbox.HeadQuery{Consumer: l.cfg.Name, Max: n, Lease: lease + l.cfg.Grace})
+	if err != nil {
+		if ctx.Err() == nil && !inbox.Rerun(err) && !errors.Is(err, inbox.ErrClaimTimeout) {
+			l.gate.trip(err)
+		}
+		return false
+	}
+	for _, h := range heads {
+		j := &job{head: h, item: h.Item, received: time.Now()}
+		if !l.jobs.PushFront(string(h.Item.OrderKey), j) {
+			l.returnHead(j, 0)
+		}
+	}
+	return len(heads) > 0
+}
+
+// retry runs a held message.
+func (l *loop[Tx]) retry(j *job) next {
+	h := j.head
+	ctx, cancel := l.storeContext()
+	a, err := l.store.BeginRetry(ctx, h, l.unit(j))
+	cancel()
+	switch {
+	case errors.Is(err, inbox.ErrHeadLost):
+		return over
+	case errors.Is(err, inbox.ErrTxEnded):
+		l.cfg.Logger.Error("handler ended its transaction itself; its work is committed", "message_id", h.Item.Message.ID, "error", err)
+		return over
+	case err != nil:
+		if !errors.Is(err, inbox.ErrClaimTimeout) && !inbox.Rerun(err) {
+			l.gate.trip(err)
+		}
+		l.returnHead(j, time.Second)
+		return over
+	}
+	if died := h.Starts - 1 - h.Attempts; died >= l.cfg.CrashLimit {
+		err := errors.New("the process ended during too many runs of this message")
+		return l.failHead(j, a, outcome{reason: inbox.ReasonCrashLoop, dead: true, attempts: h.Attempts, err: err, failure: failure("crash-loop", err)})
+	}
+	m := &Message{Message: h.Item.Message, Consumer: l.cfg.Name, Coordinates: h.Item.Coordinates, Attempt: h.Attempts + 1, Replayed: true}
+	r := l.call(a, m, nil)
+	if r.err == nil {
+		return l.commitHead(j, a, m)
+	}
+	switch {
+	case r.drained, a.Rerun(r.err), !r.ended && a.Broken():
+		if !r.drained && a.Broken() {
+			l.gate.trip(r.err)
+		}
+		_ = a.Rollback(l.values)
+		l.returnHead(j, backoff(5*time.Millisecond, time.Second, 1))
+		return over
+	}
+	return l.failHead(j, a, l.decideHead(j, r.err))
+}
+
+func (l *loop[Tx]) decideHead(j *job, err error) outcome {
+	l.st.stats.failures.Add(1)
+	return l.decide(err, j.head.Attempts+1, j.head.Age)
+}
+
+func (l *loop[Tx]) commitHead(j *job, a inbox.Attempt[Tx], m *Message) next {
+	ctx, cancel := context.WithTimeout(l.values, 30*time.Second)
+	defer cancel()
+	switch result, err := a.Commit(ctx); {
+	case result == inbox.CommitYes:
+		l.processed(ctx, m)
+	case result != inbox.CommitNo:
+		// Unknown, or ended by the handler: the head is gone, or due again after its
+		// lease, with its mark if the handler had committed it.
+		l.cfg.Logger.Warn("commit of a held message did not end as it should", "message_id", m.ID, "error", err)
+	case errors.Is(err, inbox.ErrHeadLost), inbox.Rerun(err), a.Broken():
+		l.returnHead(j, backoff(5*time.Millisecond, time.Second, 1))
+	default:
+		return l.failHead(j, a, l.decideHead(j, err))
+	}
+	return over
+}
+
+// failHead keeps the outcome of a failed run on the held message.
+func (l *loop[Tx]) failHead(j *job, a inbox.Attempt[Tx], o outcome) next {
+	ctx, cancel := l.storeContext()
+	defer cancel()
+	err := a.Fail(ctx, l.outcome(j, o))
+	switch {
+	case err == nil:
+		if o.dead || o.discard {
+			l.countHeld(j.item.Message, o)
+		}
+	case errors.Is(err, inbox.ErrHeadLost):
+	default:
+		// Its lease ends by itself and the run counts as one that died.
+		l.cfg.Logger.Warn("outcome of a held message could not be kept", "message_id", j.item.Message.ID, "error", err)
+		l.gate.trip(err)
+	}
+	return over
+}
+
+// returnHead takes the start of a head back: it counts for nothing.
+func (l *loop[Tx]) returnHead(j *job, after time.Duration) {
+	ctx, cancel := l.storeContext()
+	defer cancel()
+	if err := l.store.ReturnHead(ctx, j.head, after); err != nil {
+		l.cfg.Logger.Warn("held message could not be given back; it is due again after its lease", "message_id", j.item.Message.ID, "error", err)
+	}
+}

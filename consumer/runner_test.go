@@ -1,0 +1,279 @@
+package consumer_test
+
+import (
+	"context"
+	"database/sql"
+	"errors"
+	"fmt"
+	"path/filepath"
+	"sync"
+	"sync/atomic"
+	"testing"
+	"time"
+
+	"github.com/jackc/pgx/v5"
+	"github.com/stretchr/testify/require"
+	_ "modernc.org/sqlite"
+
+	"github.com/twiceproof/twiceproof/brokers"
+	"github.com/twiceproof/twiceproof/brokers/memory"
+	"github.com/twiceproof/twiceproof/consumer"
+	"github.com/twiceproof/twiceproof/inbox"
+	"github.com/twiceproof/twiceproof/internal/devenv/devtest"
+	"github.com/twiceproof/twiceproof/internal/sqldb"
+	"github.com/twiceproof/twiceproof/migrations"
+)
+
+// database is a store with the effects that handlers write, hiding its Tx type.
+type database struct {
+	name  string
+	query func(t *testing.T, sql string) int
+	// start runs a consumer whose handler inserts an effect and then calls fn.
+	start func(t *testing.T, src brokers.Source, cfg consumer.Config, fn handlerFunc) *running
+}
+
+type handlerFunc func(ctx context.Context, exec func(sql string, args ...any) error, m *consumer.Message) error
+
+type running struct {
+	*consumer.Runner
+	stop func() error
+}
+
+const effects = `CREATE TABLE effects (seq INTEGER, id TEXT, key TEXT, n INTEGER)`
+
+func launch[Tx any](t *testing.T, s inbox.Store[Tx], src brokers.Source, cfg consumer.Config, h consumer.Handler[Tx]) *running {
+	if cfg.Name == "" {
+		cfg.Name = t.Name()
+	}
+	r, err := consumer.New(s, src, h, cfg)
+	require.NoError(t, err)
+	ctx, cancel := context.WithCancel(t.Context())
+	done := make(chan error, 1)
+	go func() { done <- r.Run(ctx) }()
+	stop := sync.OnceValue(func() error { cancel(); return <-done })
+	t.Cleanup(func() { require.NoError(t, stop()) })
+	return &running{r, stop}
+}
+
+func sqlite(t *testing.T) database {
+	dsn := "file:" + filepath.Join(t.TempDir(), "t.db") + "?_pragma=busy_timeout(5000)&_pragma=journal_mode(WAL)&_pragma=synchronous(FULL)&_txlock=immediate"
+	db, err := sql.Open("sqlite", dsn)
+	require.NoError(t, err)
+	db.SetMaxOpenConns(1)
+	t.Cleanup(func() { db.Close() })
+	_, err = migrations.Up(t.Context(), migrations.SQLDB(db, migrations.SQLite))
+	require.NoError(t, err)
+	_, err = db.Exec(effects)
+	require.NoError(t, err)
+	return database{"sqlite", sqlQuery(db), func(t *testing.T, src brokers.Source, cfg consumer.Config, fn handlerFunc) *running {
+		return launch(t, inbox.SQLite(db), src, cfg, sqlHandler(fn))
+	}}
+}
+
+func sqlQuery(db *sql.DB) func(t *testing.T, q string) int {
+	return func(t *testing.T, q string) (n int) {
+		require.NoError(t, db.QueryRow(q).Scan(&n))
+		return n
+	}
+}
+
+func sqlHandler(fn handlerFunc) consumer.Handler[*sql.Tx] {
+	return func(ctx context.Context, tx *sql.Tx, m *consumer.Message) error {
+		return fn(ctx, func(q string, args ...any) error {
+			_, err := tx.ExecContext(ctx, sqldb.SQLite.SQL(q, ""), args...)
+			return err
+		}, m)
+	}
+}
+
+func postgres(t *testing.T) database {
+	pool := devtest.PostgresPool(t, 20)
+	_, err := migrations.Up(t.Context(), migrations.Pool(pool))
+	require.NoError(t, err)
+	_, err = pool.Exec(t.Context(), effects)
+	require.NoError(t, err)
+	query := func(t *testing.T, q string) (n int) {
+		require.NoError(t, pool.QueryRow(context.WithoutCancel(t.Context()), q).Scan(&n))
+		return n
+	}
+	return database{"postgres", query, func(t *testing.T, src brokers.Source, cfg consumer.Config, fn handlerFunc) *running {
+		return launch(t, inbox.Postgres(pool), src, cfg, func(ctx context.Context, tx pgx.Tx, m *consumer.Message) error {
+			return fn(ctx, func(q string, args ...any) error {
+				_, err := tx.Exec(ctx, q, args...)
+				return err
+			}, m)
+		})
+	}}
+}
+
+func onBoth(t *testing.T, test func(t *testing.T, db database)) {
+	t.Run("sqlite", func(t *testing.T) { t.Parallel(); test(t, sqlite(t)) })
+	t.Run("postgres", func(t *testing.T) { t.Parallel(); test(t, postgres(t)) })
+}
+
+var seq atomic.Int64
+
+func effect(exec func(string, ...any) error, m *consumer.Message) error {
+	return exec(`INSERT INTO effects (seq, id, key, n) VALUES ($1, $2, $3, $4)`, seq.Add(1), m.ID, m.Key, m.Attempt)
+}
+
+func publish(t *testing.T, b *memory.Broker, ms ...*brokers.Message) {
+	for i, r := range b.Publisher().Publish(t.Context(), ms...) {
+		require.NoError(t, r.Err, "message %d", i)
+	}
+}
+
+func msg(topic, id, key, body string) *brokers.Message {
+	return &brokers.Message{ID: id, Topic: topic, Key: key, Payload: []byte(body)}
+}
+
+func eventually(t *testing.T, what string, ok func() bool) {
+	t.Helper()
+	require.Eventually(t, ok, 20*time.Second, 5*time.Millisecond, what)
+}
+
+func TestEveryMessageHasOneEffectHoweverOftenItComes(t *testing.T) {
+	t.Parallel()
+	onBoth(t, func(t *testing.T, db database) {
+		b := memory.New(memory.Config{})
+		b.Topic("t", memory.TopicConfig{Partitions: 3})
+		r := db.start(t, b.Source("t", memory.Group("g")), consumer.Config{}, func(_ context.Context, exec func(string, ...any) error, m *consumer.Message) error {
+			return effect(exec, m)
+		})
+		const n = 300
+		for i := range 3 * n {
+			publish(t, b, msg("t", fmt.Sprint("id", i%n), fmt.Sprint("k", i%7), fmt.Sprint(i%n)))
+		}
+		eventually(t, "all deliveries are settled", func() bool { s := r.Stats(); return s.Processed+s.Duplicates == 3*n })
+		require.NoError(t, r.stop())
+		require.Equal(t, n, db.query(t, `SELECT count(*) FROM effects`))
+		require.Equal(t, n, db.query(t, `SELECT count(DISTINCT id) FROM effects`))
+		require.Equal(t, n, db.query(t, `SELECT count(*) FROM processed_messages`))
+	})
+}
+
+func TestFailingMessageIsHeldRetriedAndKeepsItsKeyInOrder(t *testing.T) {
+	t.Parallel()
+	onBoth(t, func(t *testing.T, db database) {
+		b := memory.New(memory.Config{})
+		b.Topic("t", memory.TopicConfig{Partitions: 1})
+		var down atomic.Bool
+		down.Store(true)
+		cfg := consumer.Config{Tries: 1, Backoff: 50 * time.Millisecond, MaxBackoff: 100 * time.Millisecond, MaxAttempts: 10_000, Concurrency: 4}
+		r := db.start(t, b.Source("t", memory.Group("g")), cfg, func(_ context.Context, exec func(string, ...any) error, m *consumer.Message) error {
+			if err := effect(exec, m); err != nil {
+				return err
+			}
+			if m.ID == "a0" && down.Load() {
+				return errors.New("downstream \x00 is down")
+			}
+			return nil
+		})
+		for i := range 5 {
+			publish(t, b, msg("t", fmt.Sprint("a", i), "a", "x"), msg("t", fmt.Sprint("b", i), "b", "x"))
+		}
+		eventually(t, "the other key is done and this one held", func() bool { s := r.Stats(); return s.Processed == 5 && s.Held == 5 })
+		require.Equal(t, 5, db.query(t, `SELECT count(*) FROM held_messages`))
+		require.Equal(t, 4, db.query(t, `SELECT count(*) FROM held_messages WHERE reason = 'behind' AND due_at IS NULL`))
+		down.Store(false)
+		eventually(t, "held messages are drained", func() bool { return r.Stats().Processed == 10 })
+		require.NoError(t, r.stop())
+		require.Equal(t, 0, db.query(t, `SELECT count(*) FROM held_messages`))
+		require.Equal(t, 10, db.query(t, `SELECT count(*) FROM processed_messages WHERE state = 0`))
+		require.Equal(t, 0, db.query(t, `SELECT count(*) FROM effects x JOIN effects y ON x.key = y.key AND x.id < y.id AND x.seq > y.seq`), "order of a key")
+	})
+}
+
+func TestOutcomesOfHandlers(t *testing.T) {
+	t.Parallel()
+	cases := []struct {
+		id    string
+		err   error
+		check string // SQL that must count 1
+	}{
+		{"permanent", consumer.Permanent(errors.New("never")), `SELECT count(*) FROM held_messages WHERE message_id = 'permanent' AND dead AND reason = 'dead' AND attempts = 1`},
+		{"discard", consumer.Discard(errors.New("not ours")), `SELECT count(*) FROM processed_messages WHERE message_id = 'discard' AND state = 2 AND reason = 'not ours'`},
+		{"after", consumer.RetryAfter(time.Hour, errors.New("later")), `SELECT count(*) FROM held_messages WHERE message_id = 'after' AND NOT dead AND attempts = 1 AND due_at IS NOT NULL`},
+		{"unknown", consumer.ErrUnknownType, `SELECT count(*) FROM held_messages WHERE message_id = 'unknown' AND reason = 'unknown-type' AND NOT dead AND attempts = 0`},
+		{"plain", errors.New("no"), `SELECT count(*) FROM held_messages WHERE message_id = 'plain' AND attempts = 3 AND NOT dead`},
+		{"canceled", context.Canceled, `SELECT count(*) FROM held_messages WHERE message_id = 'canceled' AND attempts = 3 AND NOT dead`},
+	}
+	onBoth(t, func(t *testing.T, db database) {
+		b := memory.New(memory.Config{})
+		cfg := consumer.Config{Backoff: time.Hour, MaxBackoff: time.Hour}
+		r := db.start(t, b.Source("q"), cfg, func(_ context.Context, exec func(string, ...any) error, m *consumer.Message) error {
+			if m.ID == "panic" {
+				panic("boom")
+			}
+			if err := effect(exec, m); err != nil {
+				return err
+			}
+			for _, c := range cases {
+				if c.id == m.ID {
+					return c.err
+				}
+			}
+			return nil
+		})
+		for _, c := range cases {
+			publish(t, b, msg("q", c.id, "", "x"))
+		}
+		publish(t, b, msg("q", "panic", "", "x"), msg("q", "", "", "no id"), msg("q", "a\x00b", "", "bad id"), msg("q", "same", "", "1"))
+		eventually(t, "the good one", func() bool { return r.Stats().Processed == 1 })
+		publish(t, b, msg("q", "same", "", "2"))
+		eventually(t, "all settled", func() bool { s := r.Stats(); return s.Held == 9 && s.Discarded == 1 })
+		require.NoError(t, r.stop())
+		for _, c := range cases {
+			require.Equal(t, 1, db.query(t, c.check), c.id)
+		}
+		require.Equal(t, 1, db.query(t, `SELECT count(*) FROM held_messages WHERE message_id = 'panic' AND last_error_class = 'panic' AND last_stack LIKE '%runner_test%'`))
+		require.Equal(t, 1, db.query(t, `SELECT count(*) FROM held_messages WHERE reason = 'no-id' AND dead AND message_id IS NULL`))
+		require.Equal(t, 1, db.query(t, `SELECT count(*) FROM held_messages WHERE reason = 'bad-id' AND dead AND raw_id IS NOT NULL`))
+		require.Equal(t, 1, db.query(t, `SELECT count(*) FROM held_messages WHERE reason = 'conflict' AND dead AND message_id = 'same'`))
+		require.Equal(t, 1, db.query(t, `SELECT count(*) FROM effects`), "only the good one has an effect")
+	})
+}
+
+func TestTwoRunnersOfOneNameAreRefused(t *testing.T) {
+	t.Parallel()
+	db := sqlite(t)
+	b := memory.New(memory.Config{})
+	nop := func(context.Context, func(string, ...any) error, *consumer.Message) error { return nil }
+	first := db.start(t, b.Source("q"), consumer.Config{Name: "twice"}, nop)
+	eventually(t, "running", func() bool { return first.Ready() == nil })
+	second, err := consumer.New(inbox.SQLite(nil), b.Source("q"), func(context.Context, *sql.Tx, *consumer.Message) error { return nil }, consumer.Config{Name: "twice"})
+	require.NoError(t, err)
+	require.ErrorContains(t, second.Run(t.Context()), "runs in this process already")
+}
+
+func TestWrongConfigIsReportedWhole(t *testing.T) {
+	t.Parallel()
+	_, err := consumer.New(inbox.SQLite(nil), memory.New(memory.Config{}).Source("q"),
+		func(context.Context, *sql.Tx, *consumer.Message) error { return nil }, consumer.Config{Concurrency: -1})
+	require.ErrorContains(t, err, "Name is missing")
+	require.ErrorContains(t, err, "must not be negative")
+}
+
+func TestShutdownFinishesWhatRunsAndGivesBackTheRest(t *testing.T) {
+	t.Parallel()
+	onBoth(t, func(t *testing.T, db database) {
+		b := memory.New(memory.Config{})
+		started, release := make(chan struct{}, 64), make(chan struct{})
+		r := db.start(t, b.Source("q"), consumer.Config{Concurrency: 1}, func(_ context.Context, exec func(string, ...any) error, m *consumer.Message) error {
+			started <- struct{}{}
+			<-release
+			return effect(exec, m)
+		})
+		for i := range 10 {
+			publish(t, b, msg("q", fmt.Sprint(i), "k", "x"))
+		}
+		<-started
+		go func() { _ = r.stop() }()
+		close(release)
+		require.NoError(t, r.stop())
+		n := db.query(t, `SELECT count(*) FROM effects`)
+		require.GreaterOrEqual(t, n, 1)
+		require.Equal(t, 10-n, b.Len("q"), "what has no effect is back on the broker")
+		require.Equal(t, 0, db.query(t, `SELECT count(*) FROM held_messages`))
+	})
+}

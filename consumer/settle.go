@@ -1,0 +1,121 @@
+package consumer
+
+import (
+	"context"
+	"errors"
+	"sync"
+	"time"
+
+	"github.com/twiceproof/twiceproof/brokers"
+)
+
+// settler sends settlements in batches of whatever has come together, from one
+// goroutine.
+type settler struct {
+	settle  func(ctx context.Context, ss ...brokers.Settlement) []error
+	done    func(j *job, err error)
+	linger  time.Duration
+	batch   int
+	mu      sync.Mutex
+	pending []settlement
+	closed  bool
+	wake    chan struct{}
+}
+
+type settlement struct {
+	job   *job
+	verb  brokers.Verb
+	tries int
+}
+
+func newSettler[Tx any](l *loop[Tx]) *settler {
+	return &settler{settle: l.src.Settle, linger: l.caps.SettleLinger, batch: max(1, l.caps.SettleBatch), wake: make(chan struct{}, 1),
+		done: func(j *job, err error) {
+			l.room.give(j.d.Size())
+			switch {
+			case err == nil:
+			case errors.Is(err, brokers.ErrOwnershipLost), errors.Is(err, brokers.ErrClosed):
+				l.st.stats.lost.Add(1)
+			default:
+				l.cfg.Logger.Warn("settle failed; the redelivery will be a duplicate", "message_id", j.d.ID, "coordinates", j.d.Coordinates, "error", err)
+			}
+		}}
+}
+
+func (s *settler) add(j *job, v brokers.Verb) { s.put(settlement{job: j, verb: v}) }
+
+func (s *settler) put(ss ...settlement) {
+	s.mu.Lock()
+	s.pending = append(s.pending, ss...)
+	s.mu.Unlock()
+	s.signal()
+}
+
+func (s *settler) signal() {
+	select {
+	case s.wake <- struct{}{}:
+	default:
+	}
+}
+
+// close lets run end once everything is sent.
+func (s *settler) close() {
+	s.mu.Lock()
+	s.closed = true
+	s.mu.Unlock()
+	s.signal()
+}
+
+func (s *settler) run() {
+	for range s.wake {
+		for {
+			s.mu.Lock()
+			work, closed := s.pending, s.closed
+			if s.linger > 0 && !closed && len(work) > 0 && len(work) < s.batch {
+				s.mu.Unlock()
+				time.Sleep(s.linger)
+				s.mu.Lock()
+				work, closed = s.pending, s.closed
+			}
+			s.pending = nil
+			s.mu.Unlock()
+			if len(work) == 0 {
+				if closed {
+					return
+				}
+				break
+			}
+			s.send(work)
+		}
+	}
+}
+
+func (s *settler) send(work []settlement) {
+	ss := make([]brokers.Settlement, len(work))
+	for i, w := range work {
+		ss[i] = brokers.Settlement{Delivery: w.job.d, Verb: w.verb}
+	}
+	ctx, cancel := context.WithTimeout(context.Background(), 10*time.Second)
+	errs := s.settle(ctx, ss...)
+	cancel()
+	var again []settlement
+	for i, w := range work {
+		var err error
+		if errs != nil {
+			err = errs[i]
+		}
+		c := brokers.ClassOf(err)
+		retry := err != nil && (c == brokers.Retryable || c == brokers.Throttled) && w.tries < 5 &&
+			!errors.Is(err, brokers.ErrClosed) && !errors.Is(err, brokers.ErrAlreadySettled) && !errors.Is(err, brokers.ErrUnsupported)
+		if retry {
+			w.tries++
+			again = append(again, w)
+			continue
+		}
+		s.done(w.job, err)
+	}
+	if len(again) > 0 {
+		time.Sleep(20 * time.Millisecond << again[0].tries)
+		s.put(again...)
+	}
+}
