@@ -65,12 +65,12 @@ func newConnConfig(url string, more []string, tlsConfig *tls.Config, dial DialFu
 		c.urls, c.raw = append(c.urls, uri), append(c.raw, raw)
 	}
 	if c.heartbeat < 0 {
-		errs = append(errs, fmt.Errorf("Heartbeat is negative: %s", heartbeat))
+		errs = append(errs, fmt.Errorf("field Heartbeat is negative: %s", heartbeat))
 	}
 	if c.heartbeat == 0 {
 		c.heartbeat = 10 * time.Second
 	} else if c.heartbeat < time.Second {
-		errs = append(errs, fmt.Errorf("Heartbeat %s is too short: AMQP counts in seconds", heartbeat))
+		errs = append(errs, fmt.Errorf("field Heartbeat, %s, is too short: AMQP counts in seconds", heartbeat))
 	}
 	if c.dial == nil {
 		c.dial = (&net.Dialer{KeepAlive: 15 * time.Second}).DialContext

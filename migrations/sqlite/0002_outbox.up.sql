@@ -25,8 +25,8 @@ CREATE TABLE IF NOT EXISTS outbox_messages (
 CREATE INDEX IF NOT EXISTS outbox_messages_backlog ON outbox_messages (share, seq) WHERE published_at IS NULL;
 -- What cleanup may delete.
 CREATE INDEX IF NOT EXISTS outbox_messages_published ON outbox_messages (published_at) WHERE published_at IS NOT NULL;
--- What a person must look at.
-CREATE INDEX IF NOT EXISTS outbox_messages_parked ON outbox_messages (seq) WHERE parked;
+-- What blocks its key: parked, or waiting for another try. Few rows.
+CREATE INDEX IF NOT EXISTS outbox_messages_blocked ON outbox_messages (seq) WHERE parked OR next_at IS NOT NULL;
 
 -- Relays that live, by their own heartbeats.
 CREATE TABLE IF NOT EXISTS outbox_relays (

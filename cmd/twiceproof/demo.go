@@ -1,0 +1,258 @@
+package main
+
+import (
+	"context"
+	"database/sql"
+	"encoding/json"
+	"errors"
+	"fmt"
+	"io"
+	"os"
+	"path/filepath"
+	"time"
+
+	"github.com/jackc/pgx/v5"
+	"github.com/jackc/pgx/v5/pgxpool"
+	"github.com/spf13/cobra"
+	_ "modernc.org/sqlite" // the demo's default database
+
+	"github.com/twiceproof/twiceproof/brokers"
+	"github.com/twiceproof/twiceproof/brokers/memory"
+	"github.com/twiceproof/twiceproof/brokers/rabbitmq"
+	"github.com/twiceproof/twiceproof/inbox"
+	"github.com/twiceproof/twiceproof/internal/demo"
+	"github.com/twiceproof/twiceproof/internal/devenv"
+	"github.com/twiceproof/twiceproof/internal/sqldb"
+	"github.com/twiceproof/twiceproof/migrations"
+	"github.com/twiceproof/twiceproof/outbox"
+)
+
+type demoFlags struct {
+	broker, database string
+	messages         int
+	install, json    bool
+}
+
+func newDemoCommand() *cobra.Command {
+	var f demoFlags
+	c := &cobra.Command{
+		Use:   "demo",
+		Short: "Break everything on purpose and count what is left",
+		Long: `An outbox relay publishes top-ups of wallets; the broker delivers everything at
+least twice; the consumer is crashed in its handlers and between commit and ack.
+Beside it a naive consumer works on the same deliveries. All figures are counted
+from the database afterwards. The exit code is 1 unless nothing is lost or doubled.`,
+		Example: `  twiceproof demo
+  twiceproof demo -json
+  twiceproof demo --broker rabbitmq --database postgres --install`,
+		Args: cobra.NoArgs,
+		RunE: func(cmd *cobra.Command, _ []string) error { return runDemo(cmd.Context(), cmd.OutOrStdout(), f) },
+	}
+	c.Flags().StringVar(&f.broker, "broker", "memory", "memory or rabbitmq (AMQP_URL, else one that is found or started)")
+	c.Flags().StringVar(&f.database, "database", "sqlite", "sqlite or postgres (DATABASE_URL, else one that is found or started)")
+	c.Flags().IntVar(&f.messages, "messages", 500, "how many messages")
+	c.Flags().BoolVar(&f.install, "install", false, "install services that are missing")
+	c.Flags().BoolVar(&f.json, "json", false, "print one JSON object")
+	return c
+}
+
+func runDemo(ctx context.Context, out io.Writer, f demoFlags) (err error) {
+	cfg := demo.Config{Messages: f.messages, Out: out, Timeout: 2 * time.Minute}
+	if f.json {
+		cfg.Out = io.Discard
+	}
+	urls, stop, err := demoServices(ctx, f)
+	if err != nil {
+		return err
+	}
+	defer func() { err = errors.Join(err, stop()) }()
+	b, closeBroker, err := demoBroker(ctx, f.broker, urls["AMQP_URL"])
+	if err != nil {
+		return err
+	}
+	defer closeBroker()
+	var r demo.Result
+	switch f.database {
+	case "sqlite":
+		r, err = demoOnSQLite(ctx, cfg, b)
+	case "postgres":
+		r, err = demoOnPostgres(ctx, cfg, b, urls["DATABASE_URL"])
+	default:
+		return fmt.Errorf("--database %q: use sqlite or postgres", f.database)
+	}
+	if err != nil {
+		return err
+	}
+	if f.json {
+		if err := json.NewEncoder(out).Encode(r); err != nil {
+			return err
+		}
+	}
+	if !r.OK() {
+		return fmt.Errorf("%d messages lost and %d doubled", r.Lost, r.Doubled)
+	}
+	return nil
+}
+
+// demoServices finds, starts or installs the real services that are asked for.
+func demoServices(ctx context.Context, f demoFlags) (map[string]string, func() error, error) {
+	var names []string
+	if f.database == "postgres" {
+		names = append(names, "postgres")
+	}
+	if f.broker == "rabbitmq" {
+		names = append(names, "rabbitmq")
+	}
+	urls := map[string]string{}
+	if len(names) == 0 {
+		return urls, func() error { return nil }, nil
+	}
+	services, err := devenv.Find(names...)
+	if err != nil {
+		return nil, nil, err
+	}
+	env, err := devenv.Up(ctx, devenv.Options{Install: f.install}, services...)
+	if err != nil {
+		return nil, nil, fmt.Errorf("%w (add --install to install what is missing)", err)
+	}
+	for _, kv := range env.Environ() {
+		for _, name := range []string{"DATABASE_URL", "AMQP_URL"} {
+			if len(kv) > len(name) && kv[:len(name)+1] == name+"=" {
+				urls[name] = kv[len(name)+1:]
+			}
+		}
+	}
+	for _, need := range map[string]string{"postgres": "DATABASE_URL", "rabbitmq": "AMQP_URL"} {
+		if _, ok := urls[need]; !ok && (need == "DATABASE_URL") == (f.database == "postgres") && (need == "DATABASE_URL" || f.broker == "rabbitmq") {
+			return nil, nil, errors.Join(fmt.Errorf("no server found for %s: set it, or add --install", need), env.Close())
+		}
+	}
+	return urls, env.Close, nil
+}
+
+func demoBroker(ctx context.Context, name, url string) (demo.Broker, func(), error) {
+	switch name {
+	case "memory":
+		b := memory.New(memory.Config{Chaos: memory.Chaos{Seed: 1, Duplicate: 1, LoseAck: 0.1, Delay: 0.2, MaxDelay: 20 * time.Millisecond, Reorder: 8, PublishUnknown: 0.02}})
+		b.Queue(demo.Topic, memory.QueueConfig{Visibility: 500 * time.Millisecond})
+		return demo.Broker{Name: "memory", Publisher: b.Publisher(),
+			Source: func() brokers.Source { return b.Source(demo.Topic) },
+			Empty:  func(context.Context) (bool, error) { return b.Len(demo.Topic) == 0, nil }}, func() {}, nil
+	case "rabbitmq":
+		queue := fmt.Sprintf("%s.%d", demo.Topic, time.Now().UnixNano())
+		source := func() brokers.Source {
+			s, err := rabbitmq.NewSource(rabbitmq.SourceConfig{URL: url, Queue: queue, Topology: rabbitmq.Declare})
+			if err != nil {
+				return failedSource{err: err}
+			}
+			return s
+		}
+		pub, err := rabbitmq.NewPublisher(rabbitmq.PublisherConfig{URL: url, Route: func(*brokers.Message) (string, string) { return "", queue }})
+		if err != nil {
+			return demo.Broker{}, nil, err
+		}
+		first := source()
+		if _, err := first.Open(ctx, brokers.OpenOptions{Consumer: "demo"}); err != nil {
+			return demo.Broker{}, nil, err
+		}
+		if err := first.Close(ctx); err != nil {
+			return demo.Broker{}, nil, err
+		}
+		quiet := 0
+		return demo.Broker{Name: "rabbitmq", Publisher: twice{pub}, Source: source,
+			Empty: func(ctx context.Context) (bool, error) { quiet++; return quiet > 10, nil }}, func() { _ = pub.Close(context.WithoutCancel(ctx)) }, nil
+	}
+	return demo.Broker{}, nil, fmt.Errorf("--broker %q: use memory or rabbitmq", name)
+}
+
+// twice publishes everything twice, as a relay does that died before its mark.
+type twice struct{ brokers.Publisher }
+
+func (t twice) Publish(ctx context.Context, ms ...*brokers.Message) []brokers.Result {
+	t.Publisher.Publish(ctx, ms...)
+	return t.Publisher.Publish(ctx, ms...)
+}
+
+// failedSource carries an error of its making to Open.
+type failedSource struct {
+	brokers.Source
+	err error
+}
+
+func (f failedSource) Open(context.Context, brokers.OpenOptions) (brokers.Capabilities, error) {
+	return brokers.Capabilities{}, f.err
+}
+
+func (f failedSource) Close(context.Context) error { return nil }
+
+func demoOnSQLite(ctx context.Context, cfg demo.Config, b demo.Broker) (demo.Result, error) {
+	dir, err := os.MkdirTemp("", "twiceproof-demo-")
+	if err != nil {
+		return demo.Result{}, err
+	}
+	defer os.RemoveAll(dir)
+	db, err := sql.Open("sqlite", "file:"+filepath.Join(dir, "demo.db")+"?_pragma=busy_timeout(5000)&_pragma=journal_mode(WAL)&_pragma=synchronous(FULL)&_txlock=immediate")
+	if err != nil {
+		return demo.Result{}, err
+	}
+	defer db.Close()
+	db.SetMaxOpenConns(1)
+	if _, err := migrations.Up(ctx, migrations.SQLDB(db, migrations.SQLite)); err != nil {
+		return demo.Result{}, err
+	}
+	if _, err := db.ExecContext(ctx, demo.Schema()); err != nil {
+		return demo.Result{}, err
+	}
+	return demo.Run(ctx, cfg, b, demo.Database[*sql.Tx]{Name: "sqlite", Store: inbox.SQLite(db), Outbox: outbox.SQLite(db),
+		ExecTx: func(ctx context.Context, tx *sql.Tx, q string, args ...any) error {
+			_, err := tx.ExecContext(ctx, sqldb.SQLite.SQL(q, ""), args...)
+			return err
+		},
+		Exec: func(ctx context.Context, q string, args ...any) error {
+			_, err := db.ExecContext(ctx, sqldb.SQLite.SQL(q, ""), args...)
+			return err
+		},
+		Count: func(ctx context.Context, q string) (n int, err error) {
+			err = db.QueryRowContext(ctx, q).Scan(&n)
+			return n, err
+		}})
+}
+
+func demoOnPostgres(ctx context.Context, cfg demo.Config, b demo.Broker, url string) (r demo.Result, err error) {
+	pc, err := pgxpool.ParseConfig(url)
+	if err != nil {
+		return r, err
+	}
+	// A schema of the demo's own: it never touches other tables.
+	schema := fmt.Sprintf("twiceproof_demo_%d", time.Now().UnixNano())
+	pc.ConnConfig.RuntimeParams["search_path"] = schema
+	pc.MaxConns = 12
+	pool, err := pgxpool.NewWithConfig(ctx, pc)
+	if err != nil {
+		return r, err
+	}
+	defer pool.Close()
+	if _, err := migrations.Up(ctx, migrations.Pool(pool), migrations.Schema(schema)); err != nil {
+		return r, err
+	}
+	defer func() {
+		_, e := pool.Exec(context.WithoutCancel(ctx), "DROP SCHEMA "+pgx.Identifier{schema}.Sanitize()+" CASCADE")
+		err = errors.Join(err, e)
+	}()
+	if _, err := pool.Exec(ctx, demo.Schema()); err != nil {
+		return r, err
+	}
+	return demo.Run(ctx, cfg, b, demo.Database[pgx.Tx]{Name: "postgres", Store: inbox.Postgres(pool), Outbox: outbox.Postgres(pool),
+		ExecTx: func(ctx context.Context, tx pgx.Tx, q string, args ...any) error {
+			_, err := tx.Exec(ctx, q, args...)
+			return err
+		},
+		Exec: func(ctx context.Context, q string, args ...any) error {
+			_, err := pool.Exec(ctx, q, args...)
+			return err
+		},
+		Count: func(ctx context.Context, q string) (n int, err error) {
+			err = pool.QueryRow(ctx, q).Scan(&n)
+			return n, err
+		}})
+}

@@ -1,0 +1,57 @@
+// Command twiceproof shows what Twiceproof does (demo), keeps its tables up to date
+// (migrate), and tells how consumers and outbox are doing (status).
+//
+// Exit codes: 0 done, 1 failed, 2 wrong usage.
+package main
+
+import (
+	"context"
+	"errors"
+	"fmt"
+	"os"
+	"os/signal"
+	"syscall"
+
+	"github.com/spf13/cobra"
+)
+
+func main() {
+	ctx, stop := signal.NotifyContext(context.Background(), os.Interrupt, syscall.SIGTERM)
+	defer stop()
+	os.Exit(run(ctx, os.Args[1:]))
+}
+
+// usageError marks an error of the command line.
+type usageError struct{ error }
+
+func run(ctx context.Context, args []string) int {
+	root := newRootCommand()
+	root.SetArgs(args)
+	err := root.ExecuteContext(ctx)
+	if err == nil {
+		return 0
+	}
+	fmt.Fprintln(os.Stderr, "twiceproof:", err)
+	var usage usageError
+	if errors.As(err, &usage) {
+		return 2
+	}
+	return 1
+}
+
+func newRootCommand() *cobra.Command {
+	root := &cobra.Command{
+		Use:   "twiceproof",
+		Short: "Message consumers that may safely receive every message twice",
+		Example: `  twiceproof demo
+  twiceproof migrate up --database-url postgres://localhost/app
+  twiceproof status --database-url postgres://localhost/app`,
+		SilenceUsage:  true,
+		SilenceErrors: true,
+		Args:          cobra.NoArgs,
+		RunE:          func(cmd *cobra.Command, _ []string) error { return cmd.Help() },
+	}
+	root.SetFlagErrorFunc(func(_ *cobra.Command, err error) error { return usageError{err} })
+	root.AddCommand(newDemoCommand(), newMigrateCommand(), newStatusCommand())
+	return root
+}

@@ -1,0 +1,207 @@
+package outbox
+
+import (
+	"context"
+	"errors"
+	"fmt"
+	"hash/fnv"
+	"strings"
+	"sync"
+	"time"
+	"unicode/utf8"
+
+	"github.com/google/uuid"
+
+	"github.com/twiceproof/twiceproof/brokers"
+	"github.com/twiceproof/twiceproof/internal/msgcodec"
+	"github.com/twiceproof/twiceproof/internal/sqldb"
+)
+
+// Shares is the number of shares that keys are divided into.
+const Shares = 256
+
+// ErrCommitUnknown: the answer to COMMIT did not come. Enqueue the same messages
+// again: their IDs stay, and consumers deduplicate.
+var ErrCommitUnknown = errors.New("commit outcome unknown")
+
+// Writer enqueues messages in a transaction of type Tx.
+type Writer[Tx any] interface {
+	// Enqueue inserts the messages in tx. Empty IDs (a UUIDv7) and zero Times are set
+	// once, here, on the messages themselves.
+	Enqueue(ctx context.Context, tx Tx, ms ...*brokers.Message) error
+	// Begin opens a transaction, for InTx.
+	Begin(ctx context.Context) (tx Tx, commit func(context.Context) error, rollback func(context.Context) error, err error)
+	// Nudge tells relays of this process on the same outbox that there is work.
+	Nudge()
+}
+
+// InTx runs fn in a transaction, commits it, and tells the relay of this process.
+// With an error from fn, or a panic, nothing is stored.
+func InTx[Tx any](ctx context.Context, w Writer[Tx], fn func(ctx context.Context, tx Tx) error) error {
+	tx, commit, rollback, err := w.Begin(ctx)
+	if err != nil {
+		return fmt.Errorf("begin: %w", err)
+	}
+	ended := false
+	defer func() {
+		if !ended {
+			_ = rollback(context.WithoutCancel(ctx))
+		}
+	}()
+	if err := fn(ctx, tx); err != nil {
+		return err
+	}
+	ended = true
+	if err := commit(ctx); err != nil {
+		if sqldb.CommitUncertain(err) && !sqldb.Busy(err) {
+			err = errors.Join(ErrCommitUnknown, err)
+		}
+		return fmt.Errorf("commit: %w", err)
+	}
+	w.Nudge()
+	return nil
+}
+
+// Option configures an outbox.
+type Option func(*options)
+
+type options struct {
+	schema        string
+	serializeKeys bool
+	keep          time.Duration
+}
+
+// Schema says where the tables are; the default is the connection's search_path.
+func Schema(name string) Option { return func(o *options) { o.schema = name } }
+
+// SerializeKeys makes Enqueue take a transaction lock for each key (PostgreSQL), for
+// writers that do not lock the business row first.
+func SerializeKeys() Option { return func(o *options) { o.serializeKeys = true } }
+
+// KeepPublished keeps published rows for d instead of deleting them at once.
+func KeepPublished(d time.Duration) Option { return func(o *options) { o.keep = d } }
+
+// engine is what all outboxes share.
+type engine struct {
+	dialect sqldb.Dialect
+	o       options
+	nudge   nudge
+}
+
+func newEngine(d sqldb.Dialect, opts []Option) *engine {
+	e := &engine{dialect: d}
+	for _, f := range opts {
+		f(&e.o)
+	}
+	return e
+}
+
+func (e *engine) sql(text string) string { return e.dialect.SQL(text, e.o.schema) }
+
+// nudge wakes everybody who waits.
+type nudge struct {
+	mu sync.Mutex
+	ch chan struct{}
+}
+
+func (n *nudge) wait() <-chan struct{} {
+	n.mu.Lock()
+	defer n.mu.Unlock()
+	if n.ch == nil {
+		n.ch = make(chan struct{})
+	}
+	return n.ch
+}
+
+func (n *nudge) wake() {
+	n.mu.Lock()
+	defer n.mu.Unlock()
+	if n.ch != nil {
+		close(n.ch)
+		n.ch = nil
+	}
+}
+
+// shareOf is the share of a key, or of the ID of a message without one.
+func shareOf(m *brokers.Message) int {
+	h := fnv.New64a()
+	if m.Key != "" {
+		h.Write([]byte(m.Key))
+	} else {
+		h.Write([]byte(m.ID))
+	}
+	return int(h.Sum64() % Shares)
+}
+
+// prepare completes a message, or says what is wrong with it.
+func prepare(m *brokers.Message) error {
+	if m == nil {
+		return errors.New("enqueue: message is nil")
+	}
+	if m.ID == "" {
+		id, err := uuid.NewV7()
+		if err != nil {
+			return err
+		}
+		m.ID = id.String()
+	}
+	if m.Time.IsZero() {
+		m.Time = time.Now()
+	}
+	switch {
+	case len(m.ID) > 255:
+		return fmt.Errorf("enqueue: message id of %d bytes is too long: at most 255", len(m.ID))
+	case !utf8.ValidString(m.ID) || strings.IndexByte(m.ID, 0) >= 0:
+		return fmt.Errorf("enqueue: message id %q has a NUL byte or is not valid UTF-8", m.ID)
+	case m.Topic == "":
+		return fmt.Errorf("enqueue: message %q has no Topic: say where to publish it", m.ID)
+	}
+	return nil
+}
+
+const columns = 9
+
+func (e *engine) enqueue(ctx context.Context, q sqldb.Q, ms []*brokers.Message) error {
+	for _, m := range ms {
+		if err := prepare(m); err != nil {
+			return err
+		}
+	}
+	const most = 500
+	for len(ms) > 0 {
+		n := min(most, len(ms))
+		if err := e.insert(ctx, q, ms[:n]); err != nil {
+			return fmt.Errorf("enqueue: %w", err)
+		}
+		ms = ms[n:]
+	}
+	return nil
+}
+
+func (e *engine) insert(ctx context.Context, q sqldb.Q, ms []*brokers.Message) error {
+	var b strings.Builder
+	b.WriteString(`INSERT INTO {s}outbox_messages (created_at, share, message_id, topic, message_key, type, content_type, produced_at, headers, payload) VALUES `)
+	args := make([]any, 0, columns*len(ms))
+	for i, m := range ms {
+		if e.o.serializeKeys && m.Key != "" && e.dialect == sqldb.Postgres {
+			h := fnv.New64a()
+			h.Write([]byte("twiceproof/outbox/" + m.Key))
+			if _, err := q.Exec(ctx, `SELECT pg_advisory_xact_lock($1)`, int64(h.Sum64())); err != nil {
+				return err
+			}
+		}
+		if i > 0 {
+			b.WriteString(", ")
+		}
+		p := columns * i
+		fmt.Fprintf(&b, "({now}, $%d, $%d, $%d, $%d, $%d, $%d, $%d, $%d, $%d)", p+1, p+2, p+3, p+4, p+5, p+6, p+7, p+8, p+9)
+		var key []byte
+		if m.Key != "" {
+			key = []byte(m.Key)
+		}
+		args = append(args, shareOf(m), m.ID, []byte(m.Topic), key, []byte(m.Type), []byte(m.ContentType),
+			msgcodec.Time(m.Time), msgcodec.Headers(m.Headers), m.Payload)
+	}
+	_, err := q.Exec(ctx, e.sql(b.String()), args...)
+	return err
+}
