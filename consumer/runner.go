@@ -194,6 +194,8 @@ func (l *loop[Tx]) run(ctx context.Context) error {
 		return fmt.Errorf("consumer %s: RequireOrder is set, but this source keeps no order: use Kafka, SQS FIFO, or a RabbitMQ queue with a single active consumer", l.cfg.Name)
 	}
 	l.values = context.WithoutCancel(ctx)
+	ctx, stopped := context.WithCancel(ctx)
+	defer stopped()
 	l.stopping = ctx
 	drained, drain := context.WithCancelCause(l.values)
 	l.drained = drained
@@ -211,13 +213,19 @@ func (l *loop[Tx]) run(ctx context.Context) error {
 	for range l.cfg.Concurrency {
 		workers.Go(l.work)
 	}
+	// The drain deadline runs from the moment ctx ends, whatever else must end first:
+	// a handler may hold the one connection that the others wait for.
+	defer context.AfterFunc(ctx, func() {
+		if sleep(drained, l.cfg.DrainTimeout) {
+			drain(errDraining)
+		}
+	})()
 	err = l.intake(ctx)
+	stopped()
 	l.setReady(false)
 	tenders.Wait()
 	l.giveBack(l.jobs.Close())
-	timer := time.AfterFunc(l.cfg.DrainTimeout, func() { drain(errDraining) })
 	workers.Wait()
-	timer.Stop()
 	stopBackground()
 	l.settler.close()
 	helpers.Wait()

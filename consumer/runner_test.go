@@ -277,3 +277,30 @@ func TestShutdownFinishesWhatRunsAndGivesBackTheRest(t *testing.T) {
 		require.Equal(t, 0, db.query(t, `SELECT count(*) FROM held_messages`))
 	})
 }
+
+// A handler that holds the only connection while the consumer stops must not keep
+// the drain deadline from running.
+func TestDrainDeadlineEndsAHandlerThatHoldsTheLastConnection(t *testing.T) {
+	t.Parallel()
+	db := sqlite(t)
+	b := memory.New(memory.Config{})
+	publish(t, b, msg("q", "1", "", "x"))
+	inHandler := make(chan struct{})
+	r := db.start(t, b.Source("q"), consumer.Config{DrainTimeout: 10 * time.Millisecond}, func(ctx context.Context, exec func(string, ...any) error, m *consumer.Message) error {
+		if err := effect(exec, m); err != nil {
+			return err
+		}
+		close(inHandler)
+		<-ctx.Done()
+		return context.Cause(ctx)
+	})
+	<-inHandler
+	// Long enough for the runner's own statements to be waiting for the connection.
+	require.Never(t, func() bool { return r.Ready() != nil }, 1500*time.Millisecond, 100*time.Millisecond)
+	start := time.Now()
+	require.NoError(t, r.stop())
+	require.Less(t, time.Since(start), 10*time.Second)
+	require.Equal(t, 0, db.query(t, `SELECT count(*) FROM effects`))
+	require.Equal(t, 0, db.query(t, `SELECT count(*) FROM held_messages`))
+	require.Equal(t, 1, b.Len("q"), "it is back on the broker, and no attempt is counted")
+}
