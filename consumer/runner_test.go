@@ -12,6 +12,7 @@ import (
 	"time"
 
 	"github.com/jackc/pgx/v5"
+	"github.com/jackc/pgx/v5/stdlib"
 	"github.com/stretchr/testify/require"
 	_ "modernc.org/sqlite"
 
@@ -106,7 +107,27 @@ func postgres(t *testing.T) database {
 	}}
 }
 
-func onBoth(t *testing.T, test func(t *testing.T, db database)) {
+func postgresDB(t *testing.T) database {
+	pool := devtest.PostgresPool(t, 20)
+	_, err := migrations.Up(t.Context(), migrations.Pool(pool))
+	require.NoError(t, err)
+	db := stdlib.OpenDBFromPool(pool)
+	db.SetMaxOpenConns(18)
+	t.Cleanup(func() { db.Close() })
+	_, err = db.Exec(effects)
+	require.NoError(t, err)
+	return database{"postgresdb", sqlQuery(db), func(t *testing.T, src brokers.Source, cfg consumer.Config, fn handlerFunc) *running {
+		return launch(t, inbox.PostgresDB(db), src, cfg, func(ctx context.Context, tx *sql.Tx, m *consumer.Message) error {
+			return fn(ctx, func(q string, args ...any) error {
+				_, err := tx.ExecContext(ctx, q, args...)
+				return err
+			}, m)
+		})
+	}}
+}
+
+func onAll(t *testing.T, test func(t *testing.T, db database)) {
+	t.Run("postgresdb", func(t *testing.T) { t.Parallel(); test(t, postgresDB(t)) })
 	t.Run("sqlite", func(t *testing.T) { t.Parallel(); test(t, sqlite(t)) })
 	t.Run("postgres", func(t *testing.T) { t.Parallel(); test(t, postgres(t)) })
 }
@@ -134,7 +155,7 @@ func eventually(t *testing.T, what string, ok func() bool) {
 
 func TestEveryMessageHasOneEffectHoweverOftenItComes(t *testing.T) {
 	t.Parallel()
-	onBoth(t, func(t *testing.T, db database) {
+	onAll(t, func(t *testing.T, db database) {
 		b := memory.New(memory.Config{})
 		b.Topic("t", memory.TopicConfig{Partitions: 3})
 		r := db.start(t, b.Source("t", memory.Group("g")), consumer.Config{}, func(_ context.Context, exec func(string, ...any) error, m *consumer.Message) error {
@@ -154,7 +175,7 @@ func TestEveryMessageHasOneEffectHoweverOftenItComes(t *testing.T) {
 
 func TestFailingMessageIsHeldRetriedAndKeepsItsKeyInOrder(t *testing.T) {
 	t.Parallel()
-	onBoth(t, func(t *testing.T, db database) {
+	onAll(t, func(t *testing.T, db database) {
 		b := memory.New(memory.Config{})
 		b.Topic("t", memory.TopicConfig{Partitions: 1})
 		var down atomic.Bool
@@ -198,7 +219,7 @@ func TestOutcomesOfHandlers(t *testing.T) {
 		{"plain", errors.New("no"), `SELECT count(*) FROM held_messages WHERE message_id = 'plain' AND attempts = 3 AND NOT dead`},
 		{"canceled", context.Canceled, `SELECT count(*) FROM held_messages WHERE message_id = 'canceled' AND attempts = 3 AND NOT dead`},
 	}
-	onBoth(t, func(t *testing.T, db database) {
+	onAll(t, func(t *testing.T, db database) {
 		b := memory.New(memory.Config{})
 		cfg := consumer.Config{Backoff: time.Hour, MaxBackoff: time.Hour}
 		r := db.start(t, b.Source("q"), cfg, func(_ context.Context, exec func(string, ...any) error, m *consumer.Message) error {
@@ -256,7 +277,7 @@ func TestWrongConfigIsReportedWhole(t *testing.T) {
 
 func TestShutdownFinishesWhatRunsAndGivesBackTheRest(t *testing.T) {
 	t.Parallel()
-	onBoth(t, func(t *testing.T, db database) {
+	onAll(t, func(t *testing.T, db database) {
 		b := memory.New(memory.Config{})
 		started, release := make(chan struct{}, 64), make(chan struct{})
 		r := db.start(t, b.Source("q"), consumer.Config{Concurrency: 1}, func(_ context.Context, exec func(string, ...any) error, m *consumer.Message) error {
