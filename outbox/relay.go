@@ -129,15 +129,16 @@ func (r *Relay) Run(ctx context.Context) error {
 // step renews the lease when it is time, and publishes one batch. worked: there may
 // be more at once.
 func (r *Relay) step(ctx context.Context) (worked bool, err error) {
+	// First the marks that are owed: a renewal may give up the shares they need.
+	if err := r.markAgain(ctx); err != nil {
+		return false, err
+	}
 	if time.Since(r.renewed) > r.cfg.Lease/4 {
 		sent := time.Now()
 		if _, err := r.q.lease(ctx, r.id, r.cfg.Lease); err != nil {
 			return false, fmt.Errorf("renew the lease: %w", err)
 		}
 		r.renewed = sent
-	}
-	if err := r.markAgain(ctx); err != nil {
-		return false, err
 	}
 	rows, err := r.q.fetch(ctx, r.id, r.cfg.Batch)
 	if err != nil || len(rows) == 0 {

@@ -183,7 +183,7 @@ func TestPoisonIsParkedAndBlocksItsKeyAlone(t *testing.T) {
 	})
 }
 
-// A broker that is down for long must not use up attempts (open-bank-oss#4163).
+// A broker that is down for long must not use up attempts.
 func TestBrokerOutageParksNothing(t *testing.T) {
 	t.Parallel()
 	onBoth(t, func(t *testing.T, b box) {

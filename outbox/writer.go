@@ -11,6 +11,7 @@ import (
 	"unicode/utf8"
 
 	"github.com/google/uuid"
+	"github.com/jackc/pgx/v5"
 
 	"github.com/twiceproof/twiceproof/brokers"
 	"github.com/twiceproof/twiceproof/internal/msgcodec"
@@ -53,7 +54,8 @@ func InTx[Tx any](ctx context.Context, w Writer[Tx], fn func(ctx context.Context
 	}
 	ended = true
 	if err := commit(ctx); err != nil {
-		if sqldb.CommitUncertain(err) && !sqldb.Busy(err) {
+		rolledBack := errors.Is(err, pgx.ErrTxCommitRollback)
+		if sqldb.CommitUncertain(err) && !sqldb.Busy(err) && !rolledBack {
 			err = errors.Join(ErrCommitUnknown, err)
 		}
 		return fmt.Errorf("commit: %w", err)
