@@ -43,9 +43,9 @@ least twice; the consumer is crashed in its handlers and between commit and ack.
 Beside it a naive consumer works on the same deliveries. All figures are counted
 from the database afterwards. The exit code is 1 unless nothing is lost or doubled.`,
 		Example: `  twiceproof demo
-  twiceproof demo -json
+  twiceproof demo --json
   twiceproof demo --broker rabbitmq --database postgres --install`,
-		Args: cobra.NoArgs,
+		Args: noArgs,
 		RunE: func(cmd *cobra.Command, _ []string) error { return runDemo(cmd.Context(), cmd.OutOrStdout(), f) },
 	}
 	c.Flags().StringVar(&f.broker, "broker", "memory", "memory or rabbitmq (AMQP_URL, else one that is found or started)")
@@ -78,7 +78,7 @@ func runDemo(ctx context.Context, out io.Writer, f demoFlags) (err error) {
 	case "postgres":
 		r, err = demoOnPostgres(ctx, cfg, b, urls["DATABASE_URL"])
 	default:
-		return fmt.Errorf("--database %q: use sqlite or postgres", f.database)
+		return usageError{fmt.Errorf("--database %q: use sqlite or postgres", f.database)}
 	}
 	if err != nil {
 		return err
@@ -162,7 +162,7 @@ func demoBroker(ctx context.Context, name, url string) (demo.Broker, func(), err
 		return demo.Broker{Name: "rabbitmq", Publisher: twice{pub}, Source: source,
 			Empty: func(ctx context.Context) (bool, error) { quiet++; return quiet > 10, nil }}, func() { _ = pub.Close(context.WithoutCancel(ctx)) }, nil
 	}
-	return demo.Broker{}, nil, fmt.Errorf("--broker %q: use memory or rabbitmq", name)
+	return demo.Broker{}, nil, usageError{fmt.Errorf("--broker %q: use memory or rabbitmq", name)}
 }
 
 // twice publishes everything twice, as a relay does that died before its mark.

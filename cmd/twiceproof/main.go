@@ -24,6 +24,14 @@ func main() {
 // usageError marks an error of the command line.
 type usageError struct{ error }
 
+// noArgs refuses arguments, as wrong usage.
+func noArgs(c *cobra.Command, args []string) error {
+	if err := cobra.NoArgs(c, args); err != nil {
+		return usageError{err}
+	}
+	return nil
+}
+
 func run(ctx context.Context, args []string) int {
 	root := newRootCommand()
 	root.SetArgs(args)
@@ -48,7 +56,7 @@ func newRootCommand() *cobra.Command {
   twiceproof status --database-url postgres://localhost/app`,
 		SilenceUsage:  true,
 		SilenceErrors: true,
-		Args:          cobra.NoArgs,
+		Args:          noArgs,
 		RunE:          func(cmd *cobra.Command, _ []string) error { return cmd.Help() },
 	}
 	root.SetFlagErrorFunc(func(_ *cobra.Command, err error) error { return usageError{err} })

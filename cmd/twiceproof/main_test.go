@@ -66,3 +66,23 @@ func TestMigrateAndStatus(t *testing.T) {
 		})
 	}
 }
+
+func TestExitCodes(t *testing.T) {
+	t.Setenv("DATABASE_URL", "")
+	for _, c := range []struct {
+		want int
+		args []string
+	}{
+		{0, []string{"migrate", "print", "--dialect", "sqlite"}},
+		{1, []string{"migrate", "check", "--sqlite", filepath.Join(t.TempDir(), "empty.db")}},
+		{2, []string{"nope"}},
+		{2, []string{"status", "extra"}},
+		{2, []string{"status", "--nope"}},
+		{2, []string{"status"}},
+		{2, []string{"migrate", "print", "--dialect", "oracle"}},
+		{2, []string{"demo", "--broker", "carrier-pigeon"}},
+		{2, []string{"demo", "--database", "paper"}},
+	} {
+		require.Equal(t, c.want, run(t.Context(), c.args), "%v", c.args)
+	}
+}

@@ -18,7 +18,7 @@ func newMigrateCommand() *cobra.Command {
 		Example: `  twiceproof migrate up --database-url postgres://localhost/app
   twiceproof migrate check --sqlite app.db
   twiceproof migrate print --dialect postgres > twiceproof.sql`,
-		Args: cobra.NoArgs,
+		Args: noArgs,
 		RunE: func(cmd *cobra.Command, _ []string) error { return cmd.Help() },
 	}
 	f.add(c)
@@ -27,7 +27,7 @@ func newMigrateCommand() *cobra.Command {
 }
 
 func newMigrateUp(f *databaseFlags) *cobra.Command {
-	return &cobra.Command{Use: "up", Short: "Apply what is missing; safe to run at once from many places", Args: cobra.NoArgs,
+	return &cobra.Command{Use: "up", Short: "Apply what is missing; safe to run at once from many places", Args: noArgs,
 		RunE: func(cmd *cobra.Command, _ []string) error {
 			db, d, err := f.open(cmd.Context())
 			if err != nil {
@@ -50,7 +50,7 @@ func newMigrateUp(f *databaseFlags) *cobra.Command {
 
 func newMigrateCheck(f *databaseFlags) *cobra.Command {
 	var asJSON bool
-	c := &cobra.Command{Use: "check", Short: "Say what is missing; exit code 1 when something is", Args: cobra.NoArgs,
+	c := &cobra.Command{Use: "check", Short: "Say what is missing; exit code 1 when something is", Args: noArgs,
 		RunE: func(cmd *cobra.Command, _ []string) error {
 			db, d, err := f.open(cmd.Context())
 			if err != nil {
@@ -80,7 +80,7 @@ func newMigrateCheck(f *databaseFlags) *cobra.Command {
 
 func newMigratePrint() *cobra.Command {
 	var dialect string
-	c := &cobra.Command{Use: "print", Short: "Print the SQL, for your own migration tool", Args: cobra.NoArgs,
+	c := &cobra.Command{Use: "print", Short: "Print the SQL, for your own migration tool", Args: noArgs,
 		RunE: func(cmd *cobra.Command, _ []string) error {
 			d := migrations.Postgres
 			switch dialect {

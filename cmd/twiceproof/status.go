@@ -45,7 +45,7 @@ func newStatusCommand() *cobra.Command {
 		Use:     "status",
 		Short:   "Count what is done, held and dead, and what waits in the outbox",
 		Example: "  twiceproof status --database-url postgres://localhost/app\n  twiceproof status --sqlite app.db --json",
-		Args:    cobra.NoArgs,
+		Args:    noArgs,
 		RunE: func(cmd *cobra.Command, _ []string) error {
 			ctx := cmd.Context()
 			db, d, err := f.open(ctx)
