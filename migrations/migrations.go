@@ -2,8 +2,9 @@
 // folder a dialect, embedded, and applies them.
 //
 // [Up] is safe when many processes start it at once, and when it runs again: all
-// statements are idempotent, and it takes a lock. The files can be applied by
-// other tools as well: they carry goose's annotation and golang-migrate's names.
+// statements are idempotent, and it takes a lock. The files are plain SQL, with goose's
+// annotation and golang-migrate's names, so that other tools may apply them as well;
+// that is not tested yet.
 // [Check] looks at the tables themselves, not at a version number, so it tells the
 // truth whoever applied them.
 package migrations
