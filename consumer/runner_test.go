@@ -325,3 +325,25 @@ func TestDrainDeadlineEndsAHandlerThatHoldsTheLastConnection(t *testing.T) {
 	require.Equal(t, 0, db.query(t, `SELECT count(*) FROM held_messages`))
 	require.Equal(t, 1, b.Len("q"), "it is back on the broker, and no attempt is counted")
 }
+
+// During a rolling deploy an old instance sees types it does not know; waiting for a
+// newer one uses up neither attempts nor the crash limit (NikolayS/PgQue#136).
+func TestUnknownTypeWaitsWithoutUsingUpAnything(t *testing.T) {
+	t.Parallel()
+	onAll(t, func(t *testing.T, db database) {
+		b := memory.New(memory.Config{})
+		var runs atomic.Int64
+		cfg := consumer.Config{Backoff: 10 * time.Millisecond, MaxBackoff: 20 * time.Millisecond, MaxAttempts: 3}
+		r := db.start(t, b.Source("q"), cfg, func(_ context.Context, exec func(string, ...any) error, m *consumer.Message) error {
+			if runs.Add(1) < 10 {
+				return consumer.ErrUnknownType
+			}
+			return effect(exec, m)
+		})
+		publish(t, b, msg("q", "new", "k", "x"))
+		eventually(t, "the type is known in the end", func() bool { s := r.Stats(); return s.Processed == 1 || s.Dead > 0 })
+		require.NoError(t, r.stop())
+		require.Equal(t, 1, db.query(t, `SELECT count(*) FROM effects WHERE n = 1`))
+		require.Equal(t, 0, db.query(t, `SELECT count(*) FROM held_messages`))
+	})
+}

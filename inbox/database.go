@@ -135,17 +135,8 @@ func (s *SQLStore) Record(ctx context.Context, u Unit, outcomes ...Outcome[*sql.
 	}
 	var vs []Verdict
 	err = s.inTx(ctx, func(tx *sql.Tx) error {
-		for _, o := range outcomes {
-			v, err := s.e.recordOn(ctx, sqldb.SQL(tx), consumer, u, o.Item, o.Discard, rowOf(o, u))
-			if err == nil && v == Recorded && o.With != nil {
-				err = o.With(ctx, tx)
-			}
-			if err != nil {
-				return err
-			}
-			vs = append(vs, v)
-		}
-		return nil
+		vs, err = recordAll(ctx, s.e, tx, sqldb.SQL(tx), consumer, u, outcomes)
+		return err
 	})
 	if err != nil {
 		return nil, classify(err)

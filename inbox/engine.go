@@ -265,9 +265,9 @@ func (e *engine) settleClaims(ctx context.Context, q sqldb.Q, consumer int16, u 
 		case v == Behind && u.HoldBehind:
 			dirty = true
 			err = e.insertHeld(ctx, q, consumer, heldRow{item: items[i], reason: ReasonBehind, continueAfterDead: u.ContinueAfterDead})
-		case v == Behind && open:
-			// The claim of a message that must not run now goes with the transaction's
-			// other work, so it is taken out again.
+		case v == Behind:
+			// A message that does not run must not leave its claim to the transaction's
+			// other work: it would count as done.
 			_, err = q.Exec(ctx, e.sql(sqlDeleteClaim), consumer, items[i].ID)
 		}
 		if err != nil {
@@ -410,7 +410,11 @@ func (e *engine) recordOn(ctx context.Context, q sqldb.Q, consumer int16, u Unit
 		return 0, err
 	}
 	switch vs[0] {
-	case Claimed, Behind:
+	case Claimed:
+	case Behind:
+		if _, err := q.Exec(ctx, e.sql(sqlInsertClaim), consumer, it.ID, it.Fingerprint); err != nil {
+			return 0, err
+		}
 	default:
 		return vs[0], nil
 	}
@@ -419,6 +423,27 @@ func (e *engine) recordOn(ctx context.Context, q sqldb.Q, consumer int16, u Unit
 		return Recorded, err
 	}
 	return Recorded, e.insertHeld(ctx, q, consumer, r)
+}
+
+// recordAll keeps outcomes on an open transaction.
+func recordAll[Tx any](ctx context.Context, e *engine, tx Tx, q sqldb.Q, consumer int16, u Unit, outcomes []Outcome[Tx]) ([]Verdict, error) {
+	vs := make([]Verdict, 0, len(outcomes))
+	for _, o := range outcomes {
+		v, err := e.recordOn(ctx, q, consumer, u, o.Item, o.Discard, rowOf(o, u))
+		if err == nil && v == Recorded && o.With != nil {
+			err = o.With(ctx, tx)
+		}
+		if err != nil {
+			return nil, err
+		}
+		vs = append(vs, v)
+	}
+	return vs, nil
+}
+
+func rowOf[Tx any](o Outcome[Tx], u Unit) heldRow {
+	return heldRow{item: o.Item, reason: o.Reason, dead: o.Dead, delay: o.Delay, attempts: o.Attempts, failure: o.Failure,
+		continueAfterDead: u.ContinueAfterDead}
 }
 
 // classify turns an error of the claim into what callers branch on.

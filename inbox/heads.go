@@ -47,7 +47,9 @@ const (
 		WHERE seq = (SELECT seq FROM {s}held_messages WHERE consumer_id = $1 AND order_key = $2 AND NOT (dead AND $3) ORDER BY position LIMIT 1)
 		AND NOT dead AND due_at IS NULL`
 	sqlDeleteHead = `DELETE FROM {s}held_messages WHERE seq = $1 AND starts = $2`
-	sqlRetryHead  = `UPDATE {s}held_messages SET attempts = $3, reason = $4, dead = $5, tx_mark = NULL, updated_at = {now},
+	// A run that counts as no attempt takes its start back, or it would look like one
+	// that died.
+	sqlRetryHead = `UPDATE {s}held_messages SET starts = CASE WHEN attempts = $3 THEN starts - 1 ELSE starts END, attempts = $3, reason = $4, dead = $5, tx_mark = NULL, updated_at = {now},
 		due_at = CASE WHEN $5 THEN NULL ELSE {after:$6} END,
 		first_error_class = coalesce(first_error_class, $7), first_error = coalesce(first_error, $8),
 		last_error_class = $7, last_error = $8, last_stack = $9

@@ -119,17 +119,8 @@ func (s *PostgresStore) Record(ctx context.Context, u Unit, outcomes ...Outcome[
 	}
 	var vs []Verdict
 	err = s.inTx(ctx, func(tx pgx.Tx) error {
-		for _, o := range outcomes {
-			v, err := s.e.recordOn(ctx, sqldb.Pgx(tx), consumer, u, o.Item, o.Discard, rowOf(o, u))
-			if err == nil && v == Recorded && o.With != nil {
-				err = o.With(ctx, tx)
-			}
-			if err != nil {
-				return err
-			}
-			vs = append(vs, v)
-		}
-		return nil
+		vs, err = recordAll(ctx, s.e, tx, sqldb.Pgx(tx), consumer, u, outcomes)
+		return err
 	})
 	if err != nil {
 		return nil, classify(err)
@@ -206,11 +197,6 @@ func (s *PostgresStore) Held(ctx context.Context, name string) (HeldStats, error
 		return HeldStats{}, err
 	}
 	return s.e.heldStats(ctx, sqldb.Pgx(s.pool), consumer)
-}
-
-func rowOf[Tx any](o Outcome[Tx], u Unit) heldRow {
-	return heldRow{item: o.Item, reason: o.Reason, dead: o.Dead, delay: o.Delay, attempts: o.Attempts, failure: o.Failure,
-		continueAfterDead: u.ContinueAfterDead}
 }
 
 // pgAttempt is a transaction on a connection of its own.

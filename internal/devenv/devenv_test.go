@@ -103,7 +103,7 @@ func TestPostgresSaysWhyItDidNotStart(t *testing.T) {
 	root := shortDir(t)
 	_, err := StartPostgres(t.Context(), Options{StateDir: root}, PostgresConfig{Settings: map[string]string{"no_such_setting": "1"}})
 	if errors.Is(err, ErrUnavailable) {
-		t.Skip(err)
+		needs(t, "postgres", err)
 	}
 	require.ErrorContains(t, err, `unrecognized configuration parameter "no_such_setting"`)
 	left, err := os.ReadDir(root)
