@@ -206,16 +206,32 @@ func (r *RabbitMQ) spawn() (*process, error) {
 
 // Ctl runs rabbitmqctl against the node, for example
 // Ctl(ctx, "close_all_connections", "chaos"), and returns what it printed. A call
-// takes about half a second.
+// takes about half a second. One that did not reach the node has done nothing, and is
+// made again a few times: on a busy machine the command line gives up early.
 func (r *RabbitMQ) Ctl(ctx context.Context, args ...string) (string, error) {
-	cmd := exec.CommandContext(ctx, filepath.Join(r.cfg.Bin, "rabbitmqctl"), append([]string{"-q"}, args...)...)
-	cmd.Env, cmd.Dir = r.env, r.st.dir
-	out, err := cmd.CombinedOutput()
-	if err != nil {
-		return string(out), fmt.Errorf("rabbitmqctl %s: %w: %s", strings.Join(args, " "), err, out)
+	const tries = 5
+	for try := 1; ; try++ {
+		cmd := exec.CommandContext(ctx, filepath.Join(r.cfg.Bin, "rabbitmqctl"), append([]string{"-q"}, args...)...)
+		cmd.Env, cmd.Dir = r.env, r.st.dir
+		out, err := cmd.CombinedOutput()
+		if err == nil {
+			return string(out), nil
+		}
+		err = fmt.Errorf("rabbitmqctl %s: %w: %s", strings.Join(args, " "), err, out)
+		if cmd.ProcessState.ExitCode() != exitUnavailable || try == tries {
+			return string(out), err
+		}
+		select {
+		case <-time.After(time.Duration(try) * 200 * time.Millisecond):
+		case <-ctx.Done():
+			return string(out), errors.Join(err, ctx.Err())
+		}
 	}
-	return string(out), nil
 }
+
+// exitUnavailable is rabbitmqctl's exit code (EX_UNAVAILABLE of sysexits.h) when it
+// could not contact the node.
+const exitUnavailable = 69
 
 // Stop stops the node (SIGTERM) and keeps its data. It returns once the process is gone.
 func (r *RabbitMQ) Stop() error { return r.end(syscall.SIGTERM, 30*time.Second) }
