@@ -21,6 +21,9 @@ type job struct {
 	defect   error // why the message can only be held
 	received time.Time
 
+	ctx context.Context // what the interceptors gave, nil without
+	err error           // how the last run ended, for the interceptors
+
 	tries   int       // failed runs of this delivery
 	first   time.Time // when the first run began
 	reruns  int       // serialization failures in a row
@@ -80,12 +83,11 @@ func (l *loop[Tx]) finish(t lanes.Ticket[*job], n next) {
 
 // process takes a job one step further.
 func (l *loop[Tx]) process(j *job) next {
-	if !l.gate.wait(l.stopping) {
-		l.release(j)
+	if !l.pass(j) {
 		return over
 	}
 	if j.head != nil {
-		return l.retry(j)
+		return l.intercept(j, l.retry)
 	}
 	switch {
 	case j.d.Context != nil && j.d.Context.Err() != nil:
@@ -104,7 +106,7 @@ func (l *loop[Tx]) process(j *job) next {
 		j.item.ID = ""
 		return l.record(j, outcome{reason: reason, dead: true, err: j.defect, failure: failure("id", j.defect)})
 	}
-	return l.claim(j)
+	return l.intercept(j, l.claim)
 }
 
 func failure(class string, err error) inbox.Failure {
@@ -114,6 +116,21 @@ func failure(class string, err error) inbox.Failure {
 		f.Class, f.Stack = "panic", p.stack
 	}
 	return f
+}
+
+// message is what the next run of a job's handler gets.
+func (l *loop[Tx]) message(j *job) *Message {
+	if h := j.head; h != nil {
+		return &Message{Message: h.Item.Message, Consumer: l.cfg.Name, Coordinates: h.Item.Coordinates, Attempt: h.Attempts + 1, Replayed: true}
+	}
+	return &Message{Message: &j.d.Message, Consumer: l.cfg.Name, Coordinates: j.d.Coordinates, Attempt: j.tries + 1}
+}
+
+func (l *loop[Tx]) countFailure(m *Message, err error) {
+	l.st.stats.failures.Add(1)
+	if f := l.cfg.Hooks.Failed; f != nil {
+		f(m, err)
+	}
 }
 
 func (l *loop[Tx]) unit(j *job) inbox.Unit {
@@ -164,17 +181,20 @@ func (l *loop[Tx]) duplicate(j *job) next {
 		l.st.stats.processed.Add(1)
 	} else {
 		l.st.stats.duplicates.Add(1)
+		if f := l.cfg.Hooks.Duplicate; f != nil {
+			f(l.message(j))
+		}
 	}
 	l.settler.add(j, brokers.Done)
 	return over
 }
 
 func (l *loop[Tx]) conflict(j *job) next {
-	if l.cfg.IgnoreConflicts {
+	l.st.stats.conflicts.Add(1)
+	if f := l.cfg.OnConflict; f != nil && f(l.message(j)) == Ignore {
 		return l.duplicate(j)
 	}
 	err := fmt.Errorf("message id %q was used before for other content", j.d.ID)
-	l.st.stats.conflicts.Add(1)
 	return l.record(j, outcome{reason: inbox.ReasonConflict, dead: true, err: err, failure: failure("conflict", err)})
 }
 
@@ -207,8 +227,8 @@ func (l *loop[Tx]) attempt(j *job, a inbox.Attempt[Tx]) next {
 	if j.first.IsZero() {
 		j.first = time.Now()
 	}
-	m := &Message{Message: &j.d.Message, Consumer: l.cfg.Name, Coordinates: j.d.Coordinates, Attempt: j.tries + 1}
-	r := l.call(a, m, j.d.Context)
+	m := l.message(j)
+	r := l.call(j, a, m, j.d.Context)
 	if r.err == nil {
 		return l.commit(j, a, m)
 	}
@@ -223,10 +243,8 @@ func (l *loop[Tx]) attempt(j *job, a inbox.Attempt[Tx]) next {
 		return over
 	case rerun:
 		return l.rerun(j, r.err)
-	case broken && j.broken < 2:
-		j.broken++
-		l.gate.trip(r.err)
-		return again(0)
+	case broken:
+		return l.connectionLost(j, r.err)
 	case errors.Is(rolled, inbox.ErrTxEnded):
 		l.cfg.Logger.Error("handler ended its transaction itself", "message_id", j.d.ID, "error", rolled)
 	}
@@ -253,6 +271,7 @@ func (l *loop[Tx]) commit(j *job, a inbox.Attempt[Tx], m *Message) next {
 	case inbox.CommitYes:
 		l.processed(ctx, m)
 		l.settler.add(j, brokers.Done)
+		j.err = nil
 		return over
 	case inbox.CommitUnknown:
 		l.cfg.Logger.Warn("commit outcome unknown; claiming again", "message_id", j.d.ID, "error", err)
@@ -264,12 +283,34 @@ func (l *loop[Tx]) commit(j *job, a inbox.Attempt[Tx], m *Message) next {
 	switch {
 	case inbox.Rerun(err):
 		return l.rerun(j, err)
-	case a.Broken() && j.broken < 2:
-		j.broken++
+	case a.Broken():
+		return l.connectionLost(j, err)
+	}
+	return l.failed(j, err)
+}
+
+// connectionLost decides what a connection that went away under the handler means.
+// It counts for nothing, unless the same message does it again and again to a
+// database that is well: then the message kills its backend.
+func (l *loop[Tx]) connectionLost(j *job, err error) next {
+	if !l.well() {
 		l.gate.trip(err)
 		return again(0)
 	}
-	return l.failed(j, err)
+	if j.broken++; j.broken >= brokenLimit {
+		return l.failed(j, fmt.Errorf("the database connection was lost in %d runs in a row, and the database is well: %w", j.broken, err))
+	}
+	return again(backoff(20*time.Millisecond, time.Second, j.broken))
+}
+
+// brokenLimit is the lost connection in a row that counts as a failed run.
+const brokenLimit = 3
+
+// well probes the database once.
+func (l *loop[Tx]) well() bool {
+	ctx, cancel := context.WithTimeout(l.values, 2*time.Second)
+	defer cancel()
+	return l.store.Check(ctx) == nil
 }
 
 func (l *loop[Tx]) processed(ctx context.Context, m *Message) {
@@ -283,7 +324,7 @@ func (l *loop[Tx]) processed(ctx context.Context, m *Message) {
 func (l *loop[Tx]) failed(j *job, err error) next {
 	j.tries++
 	j.broken, j.reruns = 0, 0
-	l.st.stats.failures.Add(1)
+	l.countFailure(&Message{Message: &j.d.Message, Consumer: l.cfg.Name, Coordinates: j.d.Coordinates, Attempt: j.tries}, err)
 	o := l.decide(err, j.tries, time.Since(j.received))
 	retryable := !o.dead && !o.discard && o.reason == inbox.ReasonRetry && !isAfter(err)
 	if retryable && j.tries < l.cfg.Tries && time.Since(j.first) < l.cfg.TryFor && l.stopping.Err() == nil && !isClosed(j.d.Draining) {
@@ -398,8 +439,12 @@ type result struct {
 
 // call runs the handler with its deadline. A handler that ignores its context past
 // the grace period loses its connection.
-func (l *loop[Tx]) call(a inbox.Attempt[Tx], m *Message, owned context.Context) result {
-	ctx, cancel := context.WithCancelCause(l.values)
+func (l *loop[Tx]) call(j *job, a inbox.Attempt[Tx], m *Message, owned context.Context) result {
+	values := l.values
+	if j.ctx != nil {
+		values = context.WithoutCancel(j.ctx) // an interceptor's
+	}
+	ctx, cancel := context.WithCancelCause(values)
 	defer cancel(nil)
 	if l.cfg.HandlerTimeout > 0 {
 		var stop context.CancelFunc
@@ -426,6 +471,7 @@ func (l *loop[Tx]) call(a inbox.Attempt[Tx], m *Message, owned context.Context) 
 		err = l.awaitReturn(ctx, a, m, done)
 	}
 	cause := context.Cause(ctx)
+	j.err = err
 	r := result{err: err, ended: ctx.Err() != nil}
 	if err != nil {
 		r.lost = errors.Is(cause, brokers.ErrOwnershipLost)
@@ -447,14 +493,32 @@ func (l *loop[Tx]) awaitReturn(ctx context.Context, a inbox.Attempt[Tx], m *Mess
 		return err
 	case <-t.C:
 	}
-	l.st.stats.abandoned.Add(1)
 	stuck := fmt.Errorf("handler of message %q ignores its context", m.ID)
-	l.st.report("handler", stuck)
-	defer l.st.report("handler", nil)
+	l.abandon(+1, stuck)
 	killCtx, cancel := context.WithTimeout(l.values, 5*time.Second)
 	err := a.Kill(killCtx)
 	cancel()
 	l.cfg.Logger.Error("handler ignores its context; its connection is cut", "message_id", m.ID, "cause", context.Cause(ctx), "error", err)
-	// The transaction is the handler's until it returns.
-	return errors.Join(<-done, stuck)
+	if err != nil {
+		// Nobody can end its transaction but itself (SQLite).
+		err = errors.Join(<-done, stuck)
+		l.abandon(-1, nil)
+		return err
+	}
+	go func() {
+		<-done
+		l.abandon(-1, nil)
+	}()
+	return stuck
+}
+
+// abandon counts the handlers that go on although their context has ended.
+func (l *loop[Tx]) abandon(n int64, stuck error) {
+	if n > 0 {
+		l.st.stats.abandoned.Add(1)
+		l.st.report("handler", stuck)
+	}
+	if l.stuck.Add(n) == 0 {
+		l.st.report("handler", nil)
+	}
 }

@@ -72,9 +72,12 @@ type Config struct {
 	MaxHeld int
 	// UnknownTypeFor is how long a message of unknown type is tried. 0: 24 h.
 	UnknownTypeFor time.Duration
-	// IgnoreConflicts settles a message whose ID was used for other content as a
-	// duplicate, for producers that serialize anew on a retry. The default holds it.
-	IgnoreConflicts bool
+	// OnConflict decides about a message whose ID was used before for other content.
+	// nil: it is held as dead. [IgnoreConflicts] is for producers that serialize anew
+	// on a retry.
+	OnConflict func(m *Message) Conflict
+	// Interceptors wrap every run outside its transaction, the first one outermost.
+	Interceptors []Interceptor
 	// Hooks are called on the way.
 	Hooks Hooks
 	// Logger: nil logs nowhere.
@@ -86,9 +89,26 @@ type Config struct {
 type Hooks struct {
 	// AfterCommit runs after a confirmed commit, at most once: a crash may skip it.
 	AfterCommit func(ctx context.Context, m *Message)
+	// Duplicate runs when a delivery is settled without work: its message is done.
+	Duplicate func(m *Message)
+	// Failed runs after every failed run that counts.
+	Failed func(m *Message, err error)
 	// Held runs after a message was held, with the reason.
 	Held func(m *Message, reason string, err error)
 }
+
+// Conflict is what to do with a message whose ID was used before for other content.
+type Conflict uint8
+
+const (
+	// Hold keeps it as dead, with both fingerprints, for a person to look at.
+	Hold Conflict = iota
+	// Ignore settles it as a duplicate.
+	Ignore
+)
+
+// IgnoreConflicts is a Config.OnConflict that ignores every conflict.
+func IgnoreConflicts(*Message) Conflict { return Ignore }
 
 func (c Config) withDefaults(pool int, singleWriter bool) (Config, error) {
 	var errs []error

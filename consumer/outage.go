@@ -14,7 +14,7 @@ import (
 type gate struct {
 	check  func(ctx context.Context) error
 	report func(err error)
-	relax  func(since time.Time) // gives back what cannot be kept that long
+	relax  func() // gives back what cannot be kept any longer
 
 	mu      sync.Mutex
 	open    chan struct{} // closed while the gate is open
@@ -51,6 +51,12 @@ func (g *gate) trip(err error) {
 	}
 }
 
+func (g *gate) isOpen() bool {
+	g.mu.Lock()
+	defer g.mu.Unlock()
+	return isClosed(g.open)
+}
+
 // wait blocks while the gate is closed; false when ctx ended.
 func (g *gate) wait(ctx context.Context) bool {
 	g.mu.Lock()
@@ -72,7 +78,6 @@ func (g *gate) run(ctx context.Context) {
 		case <-ctx.Done():
 			return
 		}
-		since := time.Now()
 		for pause := 50 * time.Millisecond; ; pause = min(2*pause, 5*time.Second) {
 			if !sleep(ctx, pause/2+rand.N(pause/2)) {
 				return
@@ -83,7 +88,7 @@ func (g *gate) run(ctx context.Context) {
 			if err == nil {
 				break
 			}
-			g.relax(since)
+			g.relax()
 		}
 		g.mu.Lock()
 		close(g.open)
@@ -92,28 +97,52 @@ func (g *gate) run(ctx context.Context) {
 	}
 }
 
-// relax gives back, once an outage outlasts three quarters of what the broker lets a
-// delivery be held, everything that has not started.
-func (l *loop[Tx]) relax(time.Time) {
-	if l.caps.MaxHold == 0 || l.caps.GiveBack == brokers.GiveBackNone {
+// relax gives back everything that has not started, once a delivery has been in
+// hand for three quarters of what the broker lets it be held: the whole of it, since
+// on an ordered lane the later ones must go with the first.
+func (l *loop[Tx]) relax() {
+	if l.holdLimit() == 0 {
 		return
 	}
-	js := l.jobs.Take()
-	keep := js[:0]
-	oldest := time.Duration(0)
-	for _, j := range js {
-		if j.d != nil {
-			oldest = max(oldest, time.Since(j.received))
+	if l.jobs.Any(func(j *job) bool { return j.d != nil && time.Since(j.received) >= l.holdLimit() }) {
+		l.giveBackQueued()
+	}
+}
+
+func (l *loop[Tx]) giveBackQueued() {
+	l.giveBack(l.jobs.Take(func(j *job) bool { return j.d != nil }))
+}
+
+// holdLimit is how long an outage may keep a delivery in hand, 0 for ever.
+func (l *loop[Tx]) holdLimit() time.Duration {
+	if l.caps.GiveBack == brokers.GiveBackNone {
+		return 0
+	}
+	return l.caps.MaxHold * 3 / 4
+}
+
+// pass waits until the database can be used. It reports false when the job was given
+// back instead: the consumer stops, or the outage outlasts what the broker allows.
+func (l *loop[Tx]) pass(j *job) bool {
+	if l.gate.isOpen() {
+		if l.stopping.Err() == nil {
+			return true
 		}
+		l.release(j)
+		return false
 	}
-	if oldest < l.caps.MaxHold*3/4 {
-		keep = js
-	} else {
-		l.giveBack(js)
+	ctx := l.stopping
+	if limit := l.holdLimit(); limit > 0 && j.d != nil {
+		var cancel context.CancelFunc
+		ctx, cancel = context.WithDeadline(ctx, j.received.Add(limit))
+		defer cancel()
 	}
-	for _, j := range keep {
-		if !l.jobs.Push(string(j.item.OrderKey), j) {
-			l.giveBack([]*job{j})
-		}
+	if l.gate.wait(ctx) {
+		return true
 	}
+	l.release(j)
+	if l.stopping.Err() == nil {
+		l.giveBackQueued()
+	}
+	return false
 }

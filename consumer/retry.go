@@ -3,6 +3,7 @@ package consumer
 import (
 	"context"
 	"errors"
+	"fmt"
 	"time"
 
 	"github.com/twiceproof/twiceproof/inbox"
@@ -17,7 +18,7 @@ func (l *loop[Tx]) tendHeld(ctx context.Context) {
 	)
 	var counted, repaired time.Time
 	pause := busyPoll
-	for l.gate.wait(ctx) {
+	for l.gate.wait(ctx) && l.pause.wait(ctx) {
 		if time.Since(counted) >= time.Second {
 			counted = time.Now()
 			l.countForLimit(ctx)
@@ -97,42 +98,68 @@ func (l *loop[Tx]) retry(j *job) next {
 	ctx, cancel := l.storeContext()
 	a, err := l.store.BeginRetry(ctx, h, l.unit(j))
 	cancel()
-	switch {
-	case errors.Is(err, inbox.ErrHeadLost):
-		return over
-	case errors.Is(err, inbox.ErrTxEnded):
-		l.cfg.Logger.Error("handler ended its transaction itself; its work is committed", "message_id", h.Item.Message.ID, "error", err)
-		return over
-	case err != nil:
-		if !errors.Is(err, inbox.ErrClaimTimeout) && !inbox.Rerun(err) {
-			l.gate.trip(err)
-		}
-		l.returnHead(j, time.Second)
-		return over
+	if err != nil {
+		return l.retryNotBegun(j, err)
 	}
 	if died := h.Starts - 1 - h.Attempts; died >= l.cfg.CrashLimit {
 		err := errors.New("the process ended during too many runs of this message")
 		return l.failHead(j, a, outcome{reason: inbox.ReasonCrashLoop, dead: true, attempts: h.Attempts, err: err, failure: failure("crash-loop", err)})
 	}
-	m := &Message{Message: h.Item.Message, Consumer: l.cfg.Name, Coordinates: h.Item.Coordinates, Attempt: h.Attempts + 1, Replayed: true}
-	r := l.call(a, m, nil)
+	m := l.message(j)
+	r := l.call(j, a, m, nil)
 	if r.err == nil {
 		return l.commitHead(j, a, m)
 	}
 	switch {
-	case r.drained, a.Rerun(r.err), !r.ended && a.Broken():
-		if !r.drained && a.Broken() {
-			l.gate.trip(r.err)
-		}
+	case r.drained, a.Rerun(r.err):
 		_ = a.Rollback(l.values)
 		l.returnHead(j, backoff(5*time.Millisecond, time.Second, 1))
 		return over
+	case !r.ended && a.Broken():
+		return l.headConnectionLost(j, a, r.err)
 	}
 	return l.failHead(j, a, l.decideHead(j, r.err))
 }
 
+// retryNotBegun decides what an error of BeginRetry means.
+func (l *loop[Tx]) retryNotBegun(j *job, err error) next {
+	switch {
+	case errors.Is(err, inbox.ErrHeadLost):
+	case errors.Is(err, inbox.ErrTxEnded):
+		l.cfg.Logger.Error("handler ended its transaction itself; its work is committed", "message_id", j.item.Message.ID, "error", err)
+	default:
+		if !errors.Is(err, inbox.ErrClaimTimeout) && !inbox.Rerun(err) {
+			l.gate.trip(err)
+		}
+		l.returnHead(j, time.Second)
+	}
+	return over
+}
+
+// headConnectionLost is connectionLost for a held message: what it did before is
+// remembered here, since a start that counts for nothing leaves no trace.
+func (l *loop[Tx]) headConnectionLost(j *job, a inbox.Attempt[Tx], err error) next {
+	if l.well() {
+		n := 1
+		if v, ok := l.broken.Load(j.head.Seq); ok {
+			n += v.(int)
+		}
+		l.broken.Store(j.head.Seq, n)
+		if n >= brokenLimit {
+			l.broken.Delete(j.head.Seq)
+			return l.failHead(j, a, l.decideHead(j, fmt.Errorf("the database connection was lost in %d runs in a row, and the database is well: %w", n, err)))
+		}
+	} else {
+		l.gate.trip(err)
+	}
+	_ = a.Rollback(l.values)
+	l.returnHead(j, backoff(20*time.Millisecond, time.Second, 1))
+	return over
+}
+
 func (l *loop[Tx]) decideHead(j *job, err error) outcome {
-	l.st.stats.failures.Add(1)
+	l.broken.Delete(j.head.Seq)
+	l.countFailure(l.message(j), err)
 	return l.decide(err, j.head.Attempts+1, j.head.Age)
 }
 
@@ -141,12 +168,16 @@ func (l *loop[Tx]) commitHead(j *job, a inbox.Attempt[Tx], m *Message) next {
 	defer cancel()
 	switch result, err := a.Commit(ctx); {
 	case result == inbox.CommitYes:
+		l.broken.Delete(j.head.Seq)
+		j.err = nil
 		l.processed(ctx, m)
 	case result != inbox.CommitNo:
 		// Unknown, or ended by the handler: the head is gone, or due again after its
 		// lease, with its mark if the handler had committed it.
 		l.cfg.Logger.Warn("commit of a held message did not end as it should", "message_id", m.ID, "error", err)
-	case errors.Is(err, inbox.ErrHeadLost), inbox.Rerun(err), a.Broken():
+	case a.Broken():
+		return l.headConnectionLost(j, a, err)
+	case errors.Is(err, inbox.ErrHeadLost), inbox.Rerun(err):
 		l.returnHead(j, backoff(5*time.Millisecond, time.Second, 1))
 	default:
 		return l.failHead(j, a, l.decideHead(j, err))

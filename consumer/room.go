@@ -47,6 +47,9 @@ func (r *room) take(size int64) {
 	r.mu.Lock()
 	r.n++
 	r.bytes += size
+	if r.mean == 0 {
+		r.mean = float64(size)
+	}
 	r.mean += (float64(size) - r.mean) / 32
 	r.mu.Unlock()
 }

@@ -25,6 +25,7 @@ type Runner struct {
 // state is what a Runner shows of its inner loop.
 type state struct {
 	stats   counters
+	pause   *pause
 	mu      sync.Mutex
 	stop    context.CancelCauseFunc
 	done    chan struct{}
@@ -57,7 +58,7 @@ type Stats struct {
 var names sync.Map
 
 // New returns a Runner. A wrong Config is reported whole.
-func New[Tx any](s inbox.Store[Tx], src brokers.Source, h Handler[Tx], cfg Config) (*Runner, error) {
+func New[Tx any](s inbox.Store[Tx], src brokers.Source, h Handler[Tx], cfg Config, opts ...Option[Tx]) (*Runner, error) {
 	if s == nil || src == nil || h == nil {
 		return nil, errors.New("consumer: store, source and handler are required")
 	}
@@ -66,9 +67,12 @@ func New[Tx any](s inbox.Store[Tx], src brokers.Source, h Handler[Tx], cfg Confi
 	if err != nil {
 		return nil, err
 	}
-	st := &state{done: make(chan struct{}), health: map[string]error{}}
+	st := &state{done: make(chan struct{}), health: map[string]error{}, pause: newPause()}
 	l := &loop[Tx]{cfg: cfg, store: s, src: src, handler: h, st: st, jobs: lanes.New[*job](), wake: make(chan struct{}, 1)}
-	l.gate = newGate(l)
+	l.gate, l.pause = newGate(l), st.pause
+	for _, o := range opts {
+		o(l)
+	}
 	return &Runner{cfg: cfg, impl: l, state: st}, nil
 }
 
@@ -166,6 +170,9 @@ type loop[Tx any] struct {
 	room    *room
 	settler *settler
 	gate    *gate
+	pause   *pause
+	broken  sync.Map      // held messages that lost their connection: seq -> times in a row
+	stuck   atomic.Int64  // handlers that go on past their context
 	full    atomic.Bool   // MaxHeld is reached
 	busy    atomic.Int64  // workers in a job
 	wake    chan struct{} // a head may be due
@@ -262,21 +269,24 @@ func (l *loop[Tx]) observe(e brokers.Event) {
 func (l *loop[Tx]) intake(ctx context.Context) error {
 	pause := 100 * time.Millisecond
 	for {
-		if !l.gate.wait(ctx) || !l.waitNotFull(ctx) {
+		if !l.gate.wait(ctx) || !l.waitNotFull(ctx) || !l.pause.wait(ctx) {
 			return nil
 		}
 		n, ok := l.room.free(ctx)
 		if !ok {
 			return nil
 		}
-		ds, err := l.src.Receive(ctx, n)
+		receive, cancel := l.pause.during(ctx)
+		ds, err := l.src.Receive(receive, n)
+		paused := receive.Err() != nil
+		cancel()
 		for _, d := range ds {
 			l.accept(d)
 		}
 		switch {
 		case ctx.Err() != nil:
 			return nil
-		case err == nil:
+		case err == nil || paused:
 			pause = 100 * time.Millisecond
 			continue
 		case brokers.ClassOf(err) == brokers.Fatal:

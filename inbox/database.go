@@ -163,7 +163,7 @@ func (s *SQLStore) BeginRetry(ctx context.Context, h *Head, u Unit) (Attempt[*sq
 	if err != nil {
 		return nil, classify(err)
 	}
-	ended, err := s.e.lockHead(ctx, sqldb.SQL(tx), h, u)
+	ended, pid, err := s.e.lockHead(ctx, sqldb.SQL(tx), h, u)
 	if err == nil && ended {
 		if err = tx.Commit(); err == nil {
 			return nil, ErrTxEnded
@@ -173,7 +173,7 @@ func (s *SQLStore) BeginRetry(ctx context.Context, h *Head, u Unit) (Attempt[*sq
 		_ = tx.Rollback()
 		return nil, classify(err)
 	}
-	return &sqlAttempt{s: s, tx: tx, consumer: h.consumer, u: u, head: h}, nil
+	return &sqlAttempt{s: s, tx: tx, consumer: h.consumer, u: u, head: h, pid: pid}, nil
 }
 
 // ReturnHead implements [Store].
@@ -209,6 +209,7 @@ type sqlAttempt struct {
 	pid      int32
 	claimed  []string
 	head     *Head
+	killed   bool
 }
 
 // Tx implements [Attempt].
@@ -216,8 +217,8 @@ func (a *sqlAttempt) Tx() *sql.Tx { return a.tx }
 
 // Broken implements [Attempt]: asked of the connection itself.
 func (a *sqlAttempt) Broken() bool {
-	if a.s.SingleWriter() {
-		return false
+	if a.s.SingleWriter() || a.killed {
+		return a.killed
 	}
 	ctx, cancel := context.WithTimeout(context.Background(), 2*time.Second)
 	defer cancel()
@@ -297,7 +298,10 @@ func (a *sqlAttempt) Fail(ctx context.Context, o Outcome[*sql.Tx]) error {
 		}
 		return nil
 	}
-	_, err := a.tx.ExecContext(ctx, "ROLLBACK TO SAVEPOINT "+savepoint)
+	err := errKilled
+	if !a.killed {
+		_, err = a.tx.ExecContext(ctx, "ROLLBACK TO SAVEPOINT "+savepoint)
+	}
 	if err == nil {
 		if err = write(a.tx); err == nil {
 			if err = a.tx.Commit(); err == nil {
@@ -321,6 +325,8 @@ func (a *sqlAttempt) Rollback(context.Context) error {
 	return nil // the connection is gone, or the database has rolled back already
 }
 
+var errKilled = errors.New("the connection was cut under the handler")
+
 // Kill implements [Attempt]: on PostgreSQL the backend is ended from another
 // connection; SQLite has nobody to ask.
 func (a *sqlAttempt) Kill(ctx context.Context) error {
@@ -328,5 +334,6 @@ func (a *sqlAttempt) Kill(ctx context.Context) error {
 		return errors.ErrUnsupported
 	}
 	_, err := a.s.db.ExecContext(ctx, fmt.Sprintf("SELECT pg_terminate_backend(%d)", a.pid))
+	a.killed = err == nil
 	return err
 }

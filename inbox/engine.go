@@ -21,6 +21,8 @@ type engine struct {
 	schema  string
 
 	mu        sync.Mutex
+	probed    bool // what the server can do is known
+	watch     bool // it can notice by itself that a client is gone
 	consumers map[string]int16
 	rendered  map[string]string
 }
@@ -49,12 +51,37 @@ func (e *engine) consumer(ctx context.Context, q sqldb.Q, name string) (int16, e
 	if id != 0 {
 		return id, nil
 	}
+	if err := e.probe(ctx, q); err != nil {
+		return 0, err
+	}
 	found, err := sqldb.QueryRow(ctx, q, e.sql(sqlSelectConsumer), []any{name}, &id)
 	if err != nil || !found {
 		return 0, err
 	}
 	e.remember(name, id)
 	return id, nil
+}
+
+// probe finds out, outside any transaction, whether the server has
+// client_connection_check_interval: from PostgreSQL 14, and not on every system it
+// runs on.
+func (e *engine) probe(ctx context.Context, q sqldb.Q) error {
+	e.mu.Lock()
+	done := e.probed || e.dialect != sqldb.Postgres
+	e.mu.Unlock()
+	if done {
+		return nil
+	}
+	var set *string
+	_, err := sqldb.QueryRow(ctx, q, `SELECT CASE WHEN current_setting('client_connection_check_interval', true) IS NOT NULL
+		THEN set_config('client_connection_check_interval', '1000', true) END`, nil, &set)
+	if err != nil && sqldb.State(err) != sqldb.InvalidParameter {
+		return err
+	}
+	e.mu.Lock()
+	e.probed, e.watch = true, err == nil && set != nil
+	e.mu.Unlock()
+	return nil
 }
 
 func (e *engine) remember(name string, id int16) {
@@ -116,7 +143,7 @@ func (c claimed) judge() (v Verdict, again bool) {
 
 // claimSQL is the claim of n messages on PostgreSQL, in one statement. Its
 // parameters are: consumer, lock timeout, idle timeout, whether dead ones do not
-// block; then id, fingerprint and order key of each message.
+// block, whether to watch the client; then id, fingerprint and order key of each message.
 func (e *engine) claimSQL(n int) string {
 	e.mu.Lock()
 	defer e.mu.Unlock()
@@ -129,7 +156,7 @@ func (e *engine) claimSQL(n int) string {
 		if i > 0 {
 			values.WriteString(", ")
 		}
-		p := 5 + 3*i
+		p := 6 + 3*i
 		fmt.Fprintf(&values, "(%d, $%d::text, $%d::bytea, $%d::bytea)", i, p, p+1, p+2)
 	}
 	s := e.dialect.SQL(strings.Replace(sqlClaimPostgres, "{values}", values.String(), 1), e.schema)
@@ -139,12 +166,16 @@ func (e *engine) claimSQL(n int) string {
 
 // The settings ride with the claim. synchronous_commit is raised to on, never
 // lowered. lock_timeout bounds the wait for a concurrent claim alone: it is put
-// back before the handler runs.
+// back before the handler runs. The two last ones end the transaction of a client
+// that is gone, which would keep a duplicate waiting: while it is idle, and while a
+// statement runs.
 const sqlClaimPostgres = `WITH cfg AS MATERIALIZED (
 	SELECT current_setting('lock_timeout') AS old, set_config('lock_timeout', $2::text, true) AS lock,
 		set_config('idle_in_transaction_session_timeout', $3::text, true) AS idle,
 		set_config('synchronous_commit', CASE WHEN current_setting('synchronous_commit') IN ('on', 'remote_apply')
-			THEN current_setting('synchronous_commit') ELSE 'on' END, true) AS durable
+			THEN current_setting('synchronous_commit') ELSE 'on' END, true) AS durable,
+		CASE WHEN $5::boolean AND current_setting('client_connection_check_interval', true) = '0'
+			THEN set_config('client_connection_check_interval', '1000', true) END AS watch
 ), req AS MATERIALIZED (
 	SELECT v.ord, v.id, v.fp, v.key FROM cfg, (VALUES {values}) AS v (ord, id, fp, key)
 ), ins AS (
@@ -172,7 +203,10 @@ func (e *engine) claimArgs(consumer int16, u Unit, items []*Item) []any {
 	if timeout <= 0 {
 		timeout = 5 * time.Second
 	}
-	args := []any{consumer, milliseconds(timeout), milliseconds(u.IdleTimeout), u.ContinueAfterDead}
+	e.mu.Lock()
+	watch := e.watch
+	e.mu.Unlock()
+	args := []any{consumer, milliseconds(timeout), milliseconds(u.IdleTimeout), u.ContinueAfterDead, watch}
 	for _, it := range items {
 		args = append(args, it.ID, it.Fingerprint, it.OrderKey)
 	}

@@ -71,7 +71,8 @@ const savepoint = "twiceproof"
 
 // lockHead begins a retry on an open transaction. ended: an earlier run had
 // committed by itself, and the head is settled as done.
-func (e *engine) lockHead(ctx context.Context, q sqldb.Q, h *Head, u Unit) (ended bool, err error) {
+func (e *engine) lockHead(ctx context.Context, q sqldb.Q, h *Head, u Unit) (ended bool, pid int32, err error) {
+	var lockTimeout string
 	if e.dialect == sqldb.Postgres {
 		// The same settings as a claim has; the wait is for the taker of a lease that
 		// ran out while its handler still runs.
@@ -79,35 +80,44 @@ func (e *engine) lockHead(ctx context.Context, q sqldb.Q, h *Head, u Unit) (ende
 		if timeout <= 0 {
 			timeout = 5 * time.Second
 		}
-		_, err := q.Exec(ctx, `SELECT set_config('lock_timeout', $1, true), set_config('idle_in_transaction_session_timeout', $2, true),
-			set_config('synchronous_commit', CASE WHEN current_setting('synchronous_commit') IN ('on', 'remote_apply')
-			THEN current_setting('synchronous_commit') ELSE 'on' END, true)`, milliseconds(timeout), milliseconds(u.IdleTimeout))
+		e.mu.Lock()
+		watch := e.watch
+		e.mu.Unlock()
+		_, err := sqldb.QueryRow(ctx, q, sqlRetrySettings, []any{milliseconds(timeout), milliseconds(u.IdleTimeout), watch}, &pid, &lockTimeout)
 		if err != nil {
-			return false, err
+			return false, 0, err
 		}
 	}
 	var mark *string
 	found, err := sqldb.QueryRow(ctx, q, e.sql(sqlLockHead), []any{h.Seq, h.Starts}, &mark)
 	if err != nil {
-		return false, err
+		return false, pid, err
 	}
 	if !found {
-		return false, ErrHeadLost
+		return false, pid, ErrHeadLost
 	}
 	if e.dialect == sqldb.Postgres {
-		if _, err := q.Exec(ctx, `SELECT set_config('lock_timeout', '0', true)`); err != nil {
-			return false, err
+		if _, err := q.Exec(ctx, `SELECT set_config('lock_timeout', $1, true)`, lockTimeout); err != nil {
+			return false, pid, err
 		}
 	}
 	if mark != nil {
-		return true, e.finishHead(ctx, q, h, stateDone, nil, u.ContinueAfterDead)
+		return true, pid, e.finishHead(ctx, q, h, stateDone, nil, u.ContinueAfterDead)
 	}
 	if _, err := q.Exec(ctx, e.sql(sqlMarkHead), h.Seq, h.Starts); err != nil {
-		return false, err
+		return false, pid, err
 	}
 	_, err = q.Exec(ctx, "SAVEPOINT "+savepoint)
-	return false, err
+	return false, pid, err
 }
+
+const sqlRetrySettings = `WITH cfg AS MATERIALIZED (
+	SELECT current_setting('lock_timeout') AS old, set_config('lock_timeout', $1::text, true), set_config('idle_in_transaction_session_timeout', $2::text, true),
+		set_config('synchronous_commit', CASE WHEN current_setting('synchronous_commit') IN ('on', 'remote_apply')
+			THEN current_setting('synchronous_commit') ELSE 'on' END, true),
+		CASE WHEN $3::boolean AND current_setting('client_connection_check_interval', true) = '0'
+			THEN set_config('client_connection_check_interval', '1000', true) END)
+	SELECT pg_backend_pid(), old FROM cfg`
 
 // finishHead turns the claim to its final state and removes the held row: the last
 // writes of a retry, so that redeliveries wait for them and not for the handler.

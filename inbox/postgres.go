@@ -160,7 +160,7 @@ func (s *PostgresStore) BeginRetry(ctx context.Context, h *Head, u Unit) (Attemp
 	a := &pgAttempt{s: s, conn: conn, guard: &guard{conn: conn.Conn()}, consumer: h.consumer, u: u, head: h}
 	var ended bool
 	if _, err = conn.Exec(ctx, "begin isolation level read committed"); err == nil {
-		ended, err = s.e.lockHead(ctx, sqldb.Pgx(conn), h, u)
+		ended, a.pid, err = s.e.lockHead(ctx, sqldb.Pgx(conn), h, u)
 	}
 	if err == nil && ended {
 		if err = a.close(ctx, true); err == nil {
@@ -218,8 +218,8 @@ func (a *pgAttempt) Tx() pgx.Tx { return a.guard }
 
 // Broken implements [Attempt].
 func (a *pgAttempt) Broken() bool {
-	if a.conn == nil {
-		return a.broken
+	if a.conn == nil || a.killed {
+		return a.broken || a.killed
 	}
 	return a.guard.conn.IsClosed()
 }
@@ -229,7 +229,7 @@ func (a *pgAttempt) Rerun(err error) bool {
 	if sqldb.Rerun(err) {
 		return true
 	}
-	return a.conn != nil && a.guard.lastErr != nil && sqldb.Rerun(a.guard.lastErr) && !a.Broken() && a.guard.conn.PgConn().TxStatus() == 'E'
+	return a.conn != nil && !a.killed && a.guard.lastErr != nil && sqldb.Rerun(a.guard.lastErr) && !a.Broken() && a.guard.conn.PgConn().TxStatus() == 'E'
 }
 
 // Commit implements [Attempt].
@@ -369,8 +369,8 @@ func ignoreEnded(err error) error {
 
 func (a *pgAttempt) release() {
 	if a.conn != nil {
-		a.broken = a.killed || a.guard.conn.IsClosed()
-		if !a.killed {
+		a.broken = a.Broken()
+		if !a.killed { // a killed one is the handler's, and was the pool's
 			a.conn.Release()
 		}
 		a.conn = nil
@@ -378,7 +378,7 @@ func (a *pgAttempt) release() {
 }
 
 // Kill implements [Attempt]: it closes the socket under the handler and gives the
-// pool its place back.
+// pool its place back. From then on the connection is the handler's alone.
 func (a *pgAttempt) Kill(context.Context) error {
 	a.killed = true
 	c := a.conn.Hijack()

@@ -65,8 +65,8 @@ type Attempt[Tx any] interface {
 	// also when the handler hid it.
 	Rerun(handlerErr error) bool
 	// Kill ends the connection under a handler that does not return; errors.ErrUnsupported
-	// where that cannot be done. The attempt may only be rolled back afterwards, once
-	// the handler has returned.
+	// where that cannot be done. Afterwards the attempt may only be ended by Fail or
+	// Rollback; the handler need not have returned.
 	Kill(ctx context.Context) error
 }
 

@@ -3,6 +3,7 @@
 package lanes
 
 import (
+	"slices"
 	"sync"
 	"time"
 )
@@ -139,22 +140,43 @@ func (l *Lanes[J]) free(ln *lane[J]) {
 	}
 }
 
-// Take removes what has not started and returns it, of one key in order.
-func (l *Lanes[J]) Take() []J {
+// Any reports whether a job that has not started satisfies is.
+func (l *Lanes[J]) Any(is func(J) bool) bool {
 	l.mu.Lock()
 	defer l.mu.Unlock()
-	return l.take()
+	for ln := range l.all {
+		if slices.ContainsFunc(ln.jobs, is) {
+			return true
+		}
+	}
+	return false
 }
 
-func (l *Lanes[J]) take() (out []J) {
+// Take removes the jobs that have not started and satisfy which, and returns them,
+// of one key in order. The others keep their places.
+func (l *Lanes[J]) Take(which func(J) bool) []J {
+	l.mu.Lock()
+	defer l.mu.Unlock()
+	return l.take(which)
+}
+
+func (l *Lanes[J]) take(which func(J) bool) (out []J) {
 	for ln := range l.all {
-		out = append(out, ln.jobs...)
-		ln.jobs = nil
-		if !ln.busy {
+		var keep []J
+		for _, j := range ln.jobs {
+			if which(j) {
+				out = append(out, j)
+			} else {
+				keep = append(keep, j)
+			}
+		}
+		ln.jobs = keep
+		if len(keep) == 0 && !ln.busy {
+			l.ready = slices.DeleteFunc(l.ready, func(r *lane[J]) bool { return r == ln })
 			l.free(ln)
 		}
 	}
-	l.ready, l.queued = nil, 0
+	l.queued -= len(out)
 	return out
 }
 
@@ -165,5 +187,5 @@ func (l *Lanes[J]) Close() []J {
 	defer l.mu.Unlock()
 	l.closed = true
 	l.wake.Broadcast()
-	return l.take()
+	return l.take(func(J) bool { return true })
 }

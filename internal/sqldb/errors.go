@@ -26,6 +26,7 @@ const (
 	UndefinedColumn      = "42703"
 	InvalidSchemaName    = "3F000"
 	QueryCanceled        = "57014"
+	InvalidParameter     = "22023"
 )
 
 // Rerun reports whether err is a serialization failure or a deadlock: the
