@@ -2,16 +2,13 @@ package brokertest
 
 import (
 	"context"
-	"fmt"
 	"maps"
-	"os"
-	"path/filepath"
 	"slices"
-	"strings"
 	"testing"
 	"time"
 
 	"github.com/twiceproof/twiceproof/brokers"
+	"github.com/twiceproof/twiceproof/internal/caselist"
 )
 
 // Config says what to test and how.
@@ -108,16 +105,14 @@ func Run(t *testing.T, cfg Config) {
 	}
 	cases := slices.Concat(messageCases(), receiveCases(), settleCases(), ownershipCases(), lifecycleCases(), publishCases())
 	known := map[string]bool{}
-	var list []string
-	ran := 0
+	var list caselist.List
 	for _, c := range cases {
 		known[c.name] = true
 		if why := s.notApplicable(c); why != "" {
-			list = append(list, fmt.Sprintf("n/a  %s: %s", c.name, why))
+			list.NotApplicable(c.name, why)
 			continue
 		}
-		list = append(list, "run  "+c.name)
-		ran++
+		list.Run(c.name)
 		t.Run(c.name, func(t *testing.T) {
 			if s.Parallel {
 				t.Parallel()
@@ -135,8 +130,7 @@ func Run(t *testing.T, cfg Config) {
 			t.Errorf("brokertest: Exempt names %q, which is no case", name)
 		}
 	}
-	t.Logf("brokertest: %d cases apply, %d do not", ran, len(list)-ran)
-	s.compare(t, list)
+	list.Check(t, "brokertest", s.Expected)
 }
 
 func (s *suite) notApplicable(c testCase) string {
@@ -146,44 +140,6 @@ func (s *suite) notApplicable(c testCase) string {
 		}
 	}
 	return s.Exempt[c.name]
-}
-
-// compare checks the list against the file.
-func (s *suite) compare(t *testing.T, list []string) {
-	if s.Expected == "" {
-		t.Logf("brokertest: no Expected file; the list is\n%s", strings.Join(list, "\n"))
-		return
-	}
-	got := strings.Join(list, "\n") + "\n"
-	if os.Getenv("TWICEPROOF_UPDATE") != "" {
-		if err := os.MkdirAll(filepath.Dir(s.Expected), 0o755); err != nil {
-			t.Fatal(err)
-		}
-		if err := os.WriteFile(s.Expected, []byte(got), 0o644); err != nil {
-			t.Fatal(err)
-		}
-		return
-	}
-	want, err := os.ReadFile(s.Expected)
-	if err != nil {
-		t.Fatalf("brokertest: %v; write it with TWICEPROOF_UPDATE=1", err)
-	}
-	if string(want) == got {
-		return
-	}
-	var diff []string
-	was := strings.Split(strings.TrimSuffix(string(want), "\n"), "\n")
-	for _, l := range was {
-		if !slices.Contains(list, l) {
-			diff = append(diff, "- "+l)
-		}
-	}
-	for _, l := range list {
-		if !slices.Contains(was, l) {
-			diff = append(diff, "+ "+l)
-		}
-	}
-	t.Errorf("brokertest: the cases differ from %s (if that is meant: TWICEPROOF_UPDATE=1):\n%s", s.Expected, strings.Join(diff, "\n"))
 }
 
 // probe opens a Source to learn its capabilities, and checks that they agree with
