@@ -5,132 +5,17 @@ import (
 	"database/sql"
 	"errors"
 	"fmt"
-	"path/filepath"
-	"sync"
 	"sync/atomic"
 	"testing"
 	"time"
 
-	"github.com/jackc/pgx/v5"
-	"github.com/jackc/pgx/v5/stdlib"
 	"github.com/stretchr/testify/require"
-	_ "modernc.org/sqlite"
 
 	"github.com/twiceproof/twiceproof/brokers"
 	"github.com/twiceproof/twiceproof/brokers/memory"
 	"github.com/twiceproof/twiceproof/consumer"
 	"github.com/twiceproof/twiceproof/inbox"
-	"github.com/twiceproof/twiceproof/internal/devenv/devtest"
-	"github.com/twiceproof/twiceproof/internal/sqldb"
-	"github.com/twiceproof/twiceproof/migrations"
 )
-
-// database is a store with the effects that handlers write, hiding its Tx type.
-type database struct {
-	name  string
-	query func(t *testing.T, sql string) int
-	// start runs a consumer whose handler inserts an effect and then calls fn.
-	start func(t *testing.T, src brokers.Source, cfg consumer.Config, fn handlerFunc) *running
-}
-
-type handlerFunc func(ctx context.Context, exec func(sql string, args ...any) error, m *consumer.Message) error
-
-type running struct {
-	*consumer.Runner
-	stop func() error
-}
-
-const effects = `CREATE TABLE effects (seq INTEGER, id TEXT, key TEXT, n INTEGER)`
-
-func launch[Tx any](t *testing.T, s inbox.Store[Tx], src brokers.Source, cfg consumer.Config, h consumer.Handler[Tx]) *running {
-	if cfg.Name == "" {
-		cfg.Name = t.Name()
-	}
-	r, err := consumer.New(s, src, h, cfg)
-	require.NoError(t, err)
-	ctx, cancel := context.WithCancel(t.Context())
-	done := make(chan error, 1)
-	go func() { done <- r.Run(ctx) }()
-	stop := sync.OnceValue(func() error { cancel(); return <-done })
-	t.Cleanup(func() { require.NoError(t, stop()) })
-	return &running{r, stop}
-}
-
-func sqlite(t *testing.T) database {
-	dsn := "file:" + filepath.Join(t.TempDir(), "t.db") + "?_pragma=busy_timeout(5000)&_pragma=journal_mode(WAL)&_pragma=synchronous(FULL)&_txlock=immediate"
-	db, err := sql.Open("sqlite", dsn)
-	require.NoError(t, err)
-	db.SetMaxOpenConns(1)
-	t.Cleanup(func() { db.Close() })
-	_, err = migrations.Up(t.Context(), migrations.SQLDB(db, migrations.SQLite))
-	require.NoError(t, err)
-	_, err = db.Exec(effects)
-	require.NoError(t, err)
-	return database{"sqlite", sqlQuery(db), func(t *testing.T, src brokers.Source, cfg consumer.Config, fn handlerFunc) *running {
-		return launch(t, inbox.SQLite(db), src, cfg, sqlHandler(fn))
-	}}
-}
-
-func sqlQuery(db *sql.DB) func(t *testing.T, q string) int {
-	return func(t *testing.T, q string) (n int) {
-		require.NoError(t, db.QueryRow(q).Scan(&n))
-		return n
-	}
-}
-
-func sqlHandler(fn handlerFunc) consumer.Handler[*sql.Tx] {
-	return func(ctx context.Context, tx *sql.Tx, m *consumer.Message) error {
-		return fn(ctx, func(q string, args ...any) error {
-			_, err := tx.ExecContext(ctx, sqldb.SQLite.SQL(q, ""), args...)
-			return err
-		}, m)
-	}
-}
-
-func postgres(t *testing.T) database {
-	pool := devtest.PostgresPool(t, 20)
-	_, err := migrations.Up(t.Context(), migrations.Pool(pool))
-	require.NoError(t, err)
-	_, err = pool.Exec(t.Context(), effects)
-	require.NoError(t, err)
-	query := func(t *testing.T, q string) (n int) {
-		require.NoError(t, pool.QueryRow(context.WithoutCancel(t.Context()), q).Scan(&n))
-		return n
-	}
-	return database{"postgres", query, func(t *testing.T, src brokers.Source, cfg consumer.Config, fn handlerFunc) *running {
-		return launch(t, inbox.Postgres(pool), src, cfg, func(ctx context.Context, tx pgx.Tx, m *consumer.Message) error {
-			return fn(ctx, func(q string, args ...any) error {
-				_, err := tx.Exec(ctx, q, args...)
-				return err
-			}, m)
-		})
-	}}
-}
-
-func postgresDB(t *testing.T) database {
-	pool := devtest.PostgresPool(t, 20)
-	_, err := migrations.Up(t.Context(), migrations.Pool(pool))
-	require.NoError(t, err)
-	db := stdlib.OpenDBFromPool(pool)
-	db.SetMaxOpenConns(18)
-	t.Cleanup(func() { db.Close() })
-	_, err = db.Exec(effects)
-	require.NoError(t, err)
-	return database{"postgresdb", sqlQuery(db), func(t *testing.T, src brokers.Source, cfg consumer.Config, fn handlerFunc) *running {
-		return launch(t, inbox.PostgresDB(db), src, cfg, func(ctx context.Context, tx *sql.Tx, m *consumer.Message) error {
-			return fn(ctx, func(q string, args ...any) error {
-				_, err := tx.ExecContext(ctx, q, args...)
-				return err
-			}, m)
-		})
-	}}
-}
-
-func onAll(t *testing.T, test func(t *testing.T, db database)) {
-	t.Run("postgresdb", func(t *testing.T) { t.Parallel(); test(t, postgresDB(t)) })
-	t.Run("sqlite", func(t *testing.T) { t.Parallel(); test(t, sqlite(t)) })
-	t.Run("postgres", func(t *testing.T) { t.Parallel(); test(t, postgres(t)) })
-}
 
 var seq atomic.Int64
 

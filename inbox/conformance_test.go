@@ -3,8 +3,6 @@ package inbox_test
 import (
 	"context"
 	"database/sql"
-	"fmt"
-	"net"
 	"path/filepath"
 	"testing"
 
@@ -65,21 +63,6 @@ func sqlFixture(db *sql.DB, d sqldb.Dialect) inboxtest.Fixture[*sql.Tx] {
 	}
 }
 
-// throughProxy returns a pool whose COMMITs can be lost, beside pool.
-func throughProxy(t *testing.T, pool *pgxpool.Pool) (*pgxpool.Pool, *pgproxy.Proxy) {
-	cfg := pool.Config()
-	p := pgproxy.New(t, net.JoinHostPort(cfg.ConnConfig.Host, fmt.Sprint(cfg.ConnConfig.Port)))
-	host, port, err := net.SplitHostPort(p.Addr)
-	require.NoError(t, err)
-	cfg.ConnConfig.Host = host
-	_, err = fmt.Sscan(port, &cfg.ConnConfig.Port)
-	require.NoError(t, err)
-	proxied, err := pgxpool.NewWithConfig(t.Context(), cfg)
-	require.NoError(t, err)
-	t.Cleanup(proxied.Close)
-	return proxied, p
-}
-
 func loser(p *pgproxy.Proxy) func(bool) {
 	return func(reachesServer bool) {
 		if reachesServer {
@@ -103,7 +86,7 @@ func TestConformancePostgres(t *testing.T) {
 	t.Parallel()
 	inboxtest.Run(t, inboxtest.Config[pgx.Tx]{Expected: "testdata/conformance-postgres.txt", New: func(t *testing.T) inboxtest.Fixture[pgx.Tx] {
 		pool := pgPool(t)
-		proxied, proxy := throughProxy(t, pool)
+		proxied, proxy := pgproxy.Between(t, pool)
 		return inboxtest.Fixture[pgx.Tx]{
 			Store: inbox.Postgres(proxied), Other: inbox.Postgres(pool), Aborts: true, Guarded: true, LoseCommits: loser(proxy),
 			Exec: func(ctx context.Context, tx pgx.Tx, q string, args ...any) error {
@@ -139,7 +122,7 @@ func TestConformancePostgresDB(t *testing.T) {
 	t.Parallel()
 	inboxtest.Run(t, inboxtest.Config[*sql.Tx]{Expected: "testdata/conformance-postgresdb.txt", New: func(t *testing.T) inboxtest.Fixture[*sql.Tx] {
 		pool := pgPool(t)
-		proxied, proxy := throughProxy(t, pool)
+		proxied, proxy := pgproxy.Between(t, pool)
 		db, other := stdlib.OpenDBFromPool(pool), stdlib.OpenDBFromPool(proxied)
 		t.Cleanup(func() { db.Close(); other.Close() })
 		f := sqlFixture(db, sqldb.Postgres)

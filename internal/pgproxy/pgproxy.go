@@ -4,11 +4,16 @@ package pgproxy
 
 import (
 	"bytes"
+	"context"
 	"io"
 	"net"
+	"net/netip"
+	"strconv"
 	"sync"
 	"sync/atomic"
 	"testing"
+
+	"github.com/jackc/pgx/v5/pgxpool"
 )
 
 // Fault is what happens to the next COMMIT.
@@ -139,4 +144,20 @@ func (p *Proxy) serve(client net.Conn) {
 			return
 		}
 	}
+}
+
+// Between returns a pool like pool whose connections go through a proxy. Both end
+// with the test.
+func Between(t testing.TB, pool *pgxpool.Pool) (*pgxpool.Pool, *Proxy) {
+	t.Helper()
+	cfg := pool.Config()
+	p := New(t, net.JoinHostPort(cfg.ConnConfig.Host, strconv.Itoa(int(cfg.ConnConfig.Port))))
+	addr := netip.MustParseAddrPort(p.Addr)
+	cfg.ConnConfig.Host, cfg.ConnConfig.Port = addr.Addr().String(), addr.Port()
+	proxied, err := pgxpool.NewWithConfig(context.Background(), cfg)
+	if err != nil {
+		t.Fatal(err)
+	}
+	t.Cleanup(proxied.Close)
+	return proxied, p
 }
