@@ -216,3 +216,10 @@ func newPool(t *testing.T, cfg *pgxpool.Config) *pgxpool.Pool {
 	t.Cleanup(pool.Close)
 	return pool
 }
+
+func newPoolFromURL(t *testing.T, url string) *pgxpool.Pool {
+	cfg, err := pgxpool.ParseConfig(url)
+	require.NoError(t, err)
+	cfg.MaxConns = 12
+	return newPool(t, cfg)
+}

@@ -373,39 +373,41 @@ func TestConstraintThatFailsAtTheCommitIsAFailedRun(t *testing.T) {
 func TestOwnershipLostWhileHandling(t *testing.T) {
 	t.Parallel()
 	for _, commits := range []bool{true, false} {
-		onAll(t, func(t *testing.T, db database) {
-			b := memory.New(memory.Config{})
-			b.Channel("c", memory.ChannelConfig{Quorum: true})
-			src := b.Source("c")
-			inside := make(chan struct{})
-			var cause atomic.Value
-			var once sync.Once
-			r := db.start(t, src, quick(), func(ctx context.Context, exec func(string, ...any) error, m *consumer.Message) error {
-				if err := effect(exec, m); err != nil {
-					return err
-				}
-				lost := false
-				once.Do(func() {
-					close(inside)
-					<-ctx.Done()
-					cause.Store(context.Cause(ctx))
-					lost = true
+		t.Run(fmt.Sprint("commits ", commits), func(t *testing.T) {
+			onAll(t, func(t *testing.T, db database) {
+				b := memory.New(memory.Config{})
+				b.Channel("c", memory.ChannelConfig{Quorum: true})
+				src := b.Source("c")
+				inside := make(chan struct{})
+				var cause atomic.Value
+				var once sync.Once
+				r := db.start(t, src, quick(), func(ctx context.Context, exec func(string, ...any) error, m *consumer.Message) error {
+					if err := effect(exec, m); err != nil {
+						return err
+					}
+					lost := false
+					once.Do(func() {
+						close(inside)
+						<-ctx.Done()
+						cause.Store(context.Cause(ctx))
+						lost = true
+					})
+					if lost && !commits {
+						return context.Cause(ctx)
+					}
+					return nil
 				})
-				if lost && !commits {
-					return context.Cause(ctx)
-				}
-				return nil
+				publish(t, b, msg("c", "1", "k", "x"))
+				<-inside
+				b.Disconnect(src, errors.New("connection reset"), 0)
+				eventually(t, "the redelivery is settled", func() bool { return b.Len("c") == 0 })
+				require.NoError(t, r.stop())
+				require.ErrorIs(t, cause.Load().(error), brokers.ErrOwnershipLost)
+				require.Equal(t, 1, db.query(t, `SELECT count(*) FROM effects`))
+				s := r.Stats()
+				require.Zero(t, s.Held+s.Failures, "neither held nor counted")
+				require.EqualValues(t, map[bool]int64{true: 1, false: 0}[commits], s.Duplicates)
 			})
-			publish(t, b, msg("c", "1", "k", "x"))
-			<-inside
-			b.Disconnect(src, errors.New("connection reset"), 0)
-			eventually(t, "the redelivery is settled", func() bool { return b.Len("c") == 0 })
-			require.NoError(t, r.stop())
-			require.ErrorIs(t, cause.Load().(error), brokers.ErrOwnershipLost)
-			require.Equal(t, 1, db.query(t, `SELECT count(*) FROM effects`))
-			s := r.Stats()
-			require.Zero(t, s.Held+s.Failures, "neither held nor counted")
-			require.EqualValues(t, map[bool]int64{true: 1, false: 0}[commits], s.Duplicates)
 		})
 	}
 }
@@ -489,23 +491,25 @@ func TestHeldMessageWhoseRunsDieIsNotRunForEver(t *testing.T) {
 func TestConflictsAreHeldOrIgnored(t *testing.T) {
 	t.Parallel()
 	for _, ignore := range []bool{false, true} {
-		onAll(t, func(t *testing.T, db database) {
-			b := memory.New(memory.Config{})
-			cfg := quick()
-			var asked atomic.Int64
-			if ignore {
-				cfg.OnConflict = func(m *consumer.Message) consumer.Conflict { asked.Add(1); return consumer.IgnoreConflicts(m) }
-			}
-			r := db.start(t, b.Source("q"), cfg, func(_ context.Context, exec execFunc, m *consumer.Message) error { return effect(exec, m) })
-			publish(t, b, msg("q", "1", "k", "a"))
-			eventually(t, "first", func() bool { return r.Stats().Processed == 1 })
-			publish(t, b, msg("q", "1", "k", "b"))
-			eventually(t, "settled", func() bool { return b.Len("q") == 0 && r.Stats().Conflicts == 1 })
-			require.NoError(t, r.stop())
-			held := map[bool]int{false: 1, true: 0}[ignore]
-			require.Equal(t, held, db.query(t, `SELECT count(*) FROM held_messages WHERE reason = 'conflict' AND dead`))
-			require.EqualValues(t, 1-held, asked.Load())
-			require.Equal(t, 1, db.query(t, `SELECT count(*) FROM effects`))
+		t.Run(fmt.Sprint("ignore ", ignore), func(t *testing.T) {
+			onAll(t, func(t *testing.T, db database) {
+				b := memory.New(memory.Config{})
+				cfg := quick()
+				var asked atomic.Int64
+				if ignore {
+					cfg.OnConflict = func(m *consumer.Message) consumer.Conflict { asked.Add(1); return consumer.IgnoreConflicts(m) }
+				}
+				r := db.start(t, b.Source("q"), cfg, func(_ context.Context, exec execFunc, m *consumer.Message) error { return effect(exec, m) })
+				publish(t, b, msg("q", "1", "k", "a"))
+				eventually(t, "first", func() bool { return r.Stats().Processed == 1 })
+				publish(t, b, msg("q", "1", "k", "b"))
+				eventually(t, "settled", func() bool { return b.Len("q") == 0 && r.Stats().Conflicts == 1 })
+				require.NoError(t, r.stop())
+				held := map[bool]int{false: 1, true: 0}[ignore]
+				require.Equal(t, held, db.query(t, `SELECT count(*) FROM held_messages WHERE reason = 'conflict' AND dead`))
+				require.EqualValues(t, 1-held, asked.Load())
+				require.Equal(t, 1, db.query(t, `SELECT count(*) FROM effects`))
+			})
 		})
 	}
 }
