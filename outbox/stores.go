@@ -29,7 +29,7 @@ func Postgres(pool *pgxpool.Pool, opts ...Option) *PostgresOutbox {
 	tx := func(ctx context.Context, fn func(sqldb.Q) error) error {
 		return pgx.BeginFunc(ctx, pool, func(tx pgx.Tx) error { return fn(sqldb.Pgx(tx)) })
 	}
-	return &PostgresOutbox{queue{newEngine(sqldb.Postgres, opts), tx}, pool}
+	return &PostgresOutbox{queue{newEngine(sqldb.Postgres, opts), tx, sqldb.Pgx(pool)}, pool}
 }
 
 // Enqueue implements [Writer].
@@ -52,6 +52,16 @@ type SQLOutbox struct {
 	db *sql.DB
 }
 
+func (o *PostgresOutbox) connections() int { return int(o.pool.Config().MaxConns) }
+
+// connections: on SQLite one connection is the rule, and a relay may share it.
+func (o *SQLOutbox) connections() int {
+	if o.dialect == sqldb.SQLite {
+		return 0
+	}
+	return o.db.Stats().MaxOpenConnections
+}
+
 // PostgresDB returns the outbox in a PostgreSQL database behind database/sql.
 func PostgresDB(db *sql.DB, opts ...Option) *SQLOutbox { return newSQL(db, sqldb.Postgres, opts) }
 
@@ -71,7 +81,7 @@ func newSQL(db *sql.DB, d sqldb.Dialect, opts []Option) *SQLOutbox {
 		}
 		return tx.Commit()
 	}
-	return &SQLOutbox{queue{newEngine(d, opts), tx}, db}
+	return &SQLOutbox{queue{newEngine(d, opts), tx, sqldb.SQL(db)}, db}
 }
 
 // Enqueue implements [Writer].

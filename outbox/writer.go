@@ -5,6 +5,7 @@ import (
 	"errors"
 	"fmt"
 	"hash/fnv"
+	"slices"
 	"strings"
 	"sync"
 	"time"
@@ -88,6 +89,8 @@ type engine struct {
 	dialect sqldb.Dialect
 	o       options
 	nudge   nudge
+	texts   sync.Map // statements as written -> as rendered
+	inserts sync.Map // number of rows -> INSERT
 }
 
 func newEngine(d sqldb.Dialect, opts []Option) *engine {
@@ -98,7 +101,15 @@ func newEngine(d sqldb.Dialect, opts []Option) *engine {
 	return e
 }
 
-func (e *engine) sql(text string) string { return e.dialect.SQL(text, e.o.schema) }
+// sql renders a statement, once.
+func (e *engine) sql(text string) string {
+	if s, ok := e.texts.Load(text); ok {
+		return s.(string)
+	}
+	s := e.dialect.SQL(text, e.o.schema)
+	e.texts.Store(text, s)
+	return s
+}
 
 // nudge wakes everybody who waits.
 type nudge struct {
@@ -163,40 +174,68 @@ func prepare(m *brokers.Message) error {
 
 const columns = 9
 
+// insertBatch is the most rows of one INSERT: nine parameters each, of at most
+// 32,766 (SQLite) or 65,535.
+const insertBatch = 500
+
 func (e *engine) enqueue(ctx context.Context, q sqldb.Q, ms []*brokers.Message) error {
 	for _, m := range ms {
 		if err := prepare(m); err != nil {
 			return err
 		}
 	}
-	const most = 500
-	for len(ms) > 0 {
-		n := min(most, len(ms))
-		if err := e.insert(ctx, q, ms[:n]); err != nil {
+	if e.o.serializeKeys {
+		if err := e.lockKeys(ctx, q, ms); err != nil {
+			return fmt.Errorf("enqueue: lock the keys: %w", err)
+		}
+	}
+	for part := range slices.Chunk(ms, insertBatch) {
+		if err := e.insert(ctx, q, part); err != nil {
 			return fmt.Errorf("enqueue: %w", err)
 		}
-		ms = ms[n:]
 	}
 	return nil
 }
 
-func (e *engine) insert(ctx context.Context, q sqldb.Q, ms []*brokers.Message) error {
+// lockKeys takes the transaction locks of the messages' keys, in one order, so that
+// two calls with the same keys cannot wait for each other.
+func (e *engine) lockKeys(ctx context.Context, q sqldb.Q, ms []*brokers.Message) error {
+	if e.dialect != sqldb.Postgres {
+		return nil // a write transaction is alone
+	}
+	var locks []int64
+	for _, m := range ms {
+		if m.Key != "" {
+			h := fnv.New64a()
+			h.Write([]byte("twiceproof/outbox/" + e.o.schema + "/" + m.Key))
+			locks = append(locks, int64(h.Sum64()))
+		}
+	}
+	slices.Sort(locks)
+	for _, l := range slices.Compact(locks) {
+		if _, err := q.Exec(ctx, `SELECT pg_advisory_xact_lock($1)`, l); err != nil {
+			return err
+		}
+	}
+	return nil
+}
+
+func insertSQL(rows int) string {
 	var b strings.Builder
 	b.WriteString(`INSERT INTO {s}outbox_messages (created_at, share, message_id, topic, message_key, type, content_type, produced_at, headers, payload) VALUES `)
-	args := make([]any, 0, columns*len(ms))
-	for i, m := range ms {
-		if e.o.serializeKeys && m.Key != "" && e.dialect == sqldb.Postgres {
-			h := fnv.New64a()
-			h.Write([]byte("twiceproof/outbox/" + m.Key))
-			if _, err := q.Exec(ctx, `SELECT pg_advisory_xact_lock($1)`, int64(h.Sum64())); err != nil {
-				return err
-			}
-		}
+	for i := range rows {
 		if i > 0 {
 			b.WriteString(", ")
 		}
 		p := columns * i
 		fmt.Fprintf(&b, "({now}, $%d, $%d, $%d, $%d, $%d, $%d, $%d, $%d, $%d)", p+1, p+2, p+3, p+4, p+5, p+6, p+7, p+8, p+9)
+	}
+	return b.String()
+}
+
+func (e *engine) insert(ctx context.Context, q sqldb.Q, ms []*brokers.Message) error {
+	args := make([]any, 0, columns*len(ms))
+	for _, m := range ms {
 		var key []byte
 		if m.Key != "" {
 			key = []byte(m.Key)
@@ -204,6 +243,11 @@ func (e *engine) insert(ctx context.Context, q sqldb.Q, ms []*brokers.Message) e
 		args = append(args, shareOf(m), m.ID, []byte(m.Topic), key, []byte(m.Type), []byte(m.ContentType),
 			msgcodec.Time(m.Time), msgcodec.Headers(m.Headers), m.Payload)
 	}
-	_, err := q.Exec(ctx, e.sql(b.String()), args...)
+	text, ok := e.inserts.Load(len(ms))
+	if !ok {
+		text = e.dialect.SQL(insertSQL(len(ms)), e.o.schema)
+		e.inserts.Store(len(ms), text)
+	}
+	_, err := q.Exec(ctx, text.(string), args...)
 	return err
 }
