@@ -82,6 +82,8 @@ type queue struct {
 	tx func(ctx context.Context, fn func(q sqldb.Q) error) error
 	// one runs single statements, each a transaction of its own.
 	one sqldb.Q
+	// walk is a query behind sqlWalk.
+	walk func(ctx context.Context, sql string, args []any, each func(scan func(...any) error) error) error
 }
 
 func (q queue) nudged() <-chan struct{} { return q.engine.nudge.wait() }
@@ -147,7 +149,7 @@ func (q queue) fetch(ctx context.Context, relay string, f fetch) (rs []*row, err
 		text = sqlFetchSkipParked
 	}
 	except := q.list(len(f.except), func(i int) int64 { return f.except[i].seq })
-	err = q.one.Query(ctx, q.sql(text), []any{relay, f.most, except, f.bytes}, func(scan func(...any) error) error {
+	err = q.walk(ctx, q.sql(text), []any{relay, f.most, except, f.bytes}, func(scan func(...any) error) error {
 		r := &row{m: &brokers.Message{}}
 		var topic, key, typ, ct, headers []byte
 		var at *string
