@@ -103,10 +103,10 @@ func (q queue) lease(ctx context.Context, relay string, d time.Duration) (shares
 				return err
 			})
 		}
-		if _, err := c.Exec(ctx, q.sql(sqlHeartbeat), relay); err != nil {
+		if _, err := c.Exec(ctx, q.sql(sqlHeartbeat), relay, d.Microseconds()); err != nil {
 			return err
 		}
-		if _, err := c.Exec(ctx, q.sql(sqlForget), d.Microseconds()); err != nil {
+		if _, err := c.Exec(ctx, q.sql(sqlForget)); err != nil {
 			return err
 		}
 		live := 0

@@ -3,9 +3,10 @@ package outbox
 // The statements of the relay. $1 is always the relay where there is one.
 
 const (
-	sqlHeartbeat = `INSERT INTO {s}outbox_relays (id, seen_at) VALUES ($1, {now}) ON CONFLICT (id) DO UPDATE SET seen_at = {now}`
-	sqlForget    = `DELETE FROM {s}outbox_relays WHERE {age:seen_at} > {int:$1}`
-	sqlLive      = `SELECT count(*) FROM {s}outbox_relays`
+	sqlHeartbeat = `INSERT INTO {s}outbox_relays (id, seen_at, until) VALUES ($1, {now}, {after:$2}) ON CONFLICT (id) DO UPDATE SET seen_at = {now}, until = {after:$2}`
+	// Each relay by its own lease: they need not be configured alike.
+	sqlForget = `DELETE FROM {s}outbox_relays WHERE until <= {now}`
+	sqlLive   = `SELECT count(*) FROM {s}outbox_relays`
 	// A lease that is over and that nobody took is renewed like any other: the token
 	// is the same, so nobody has published its rows in between.
 	sqlRenew      = `UPDATE {s}outbox_shares SET until = {after:$2} WHERE owner = $1 RETURNING share, token`
@@ -17,7 +18,7 @@ const (
 	sqlLeaveRelay = `DELETE FROM {s}outbox_relays WHERE id = $1`
 	sqlCleanup    = `DELETE FROM {s}outbox_messages WHERE seq IN (SELECT seq FROM {s}outbox_messages
 		WHERE published_at IS NOT NULL AND {age:published_at} > {int:$1} LIMIT $2)`
-	sqlProbe = `SELECT m.seq, s.token, r.seen_at FROM {s}outbox_messages m, {s}outbox_shares s, {s}outbox_relays r WHERE 1 = 0`
+	sqlProbe = `SELECT m.seq, s.token, r.until FROM {s}outbox_messages m, {s}outbox_shares s, {s}outbox_relays r WHERE 1 = 0`
 )
 
 const cleanupBatch = 1000

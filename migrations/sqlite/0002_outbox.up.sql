@@ -32,7 +32,8 @@ CREATE INDEX IF NOT EXISTS outbox_messages_blocked ON outbox_messages (seq) WHER
 -- Relays that live, by their own heartbeats.
 CREATE TABLE IF NOT EXISTS outbox_relays (
 	id      TEXT    PRIMARY KEY,
-	seen_at INTEGER NOT NULL
+	seen_at INTEGER NOT NULL,
+	until   INTEGER NOT NULL -- the end of its lease: from then on it counts no more
 );
 
 -- Who publishes which share: one owner at a time, with a lease and a token that
