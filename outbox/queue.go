@@ -35,6 +35,8 @@ type Queue interface {
 	published(ctx context.Context, relay string, rows []*row) (int, error)
 	// failed keeps what became of rows, on the same condition.
 	failed(ctx context.Context, relay string, fs []failure) (int, error)
+	// again makes rows that wait for another try due now, on the same condition.
+	again(ctx context.Context, relay string, rows []*row) error
 	// cleanup deletes published rows whose time is over; more: there may be more.
 	cleanup(ctx context.Context) (more bool, err error)
 	// left describes what is not published.
@@ -242,6 +244,12 @@ func (q queue) failed(ctx context.Context, relay string, fs []failure) (int, err
 		}
 	}))
 	return int(n), err
+}
+
+func (q queue) again(ctx context.Context, relay string, rows []*row) error {
+	seqs := q.list(len(rows), func(i int) int64 { return rows[i].seq })
+	_, err := q.one.Exec(ctx, q.sql(sqlAgain), relay, seqs, q.owned(slices.Values(rows)))
+	return err
 }
 
 // clean makes a text of an error that every database can hold.

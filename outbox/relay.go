@@ -33,11 +33,11 @@ type RelayConfig struct {
 	// gets through, it is an outage, and an outage parks nothing.
 	MaxAttempts int
 	// Backoff and MaxBackoff bound the delay after a failed attempt, which doubles
-	// from one to the other with jitter. After a failure that is no attempt it does
-	// not pass 10 times Backoff. 0: 1 s and 5 min.
+	// from one to the other with jitter. What waits because nothing got through is
+	// tried again at once when something does. 0: 1 s and 5 min.
 	Backoff, MaxBackoff time.Duration
-	// IdlePoll is the longest pause between two looks for work; InTx and Nudge end
-	// it. 0: 1 s.
+	// IdlePoll is the longest pause between two looks for work, and between two tries
+	// while the broker or the database is away; InTx and Nudge end the former. 0: 1 s.
 	IdlePoll time.Duration
 	// SkipParked lets later messages of a key overtake a parked one. The default is
 	// that it blocks its key (and no other) until somebody looks at it.
@@ -163,9 +163,10 @@ func (r *Relay) Run(ctx context.Context) error {
 		case err != nil && u.misconfigured(err):
 			return err
 		case err != nil && ctx.Err() == nil:
-			pause = min(2*pause, max(5*time.Second, busyPoll))
-			u.log.Warn("relay could not go on; it tries again", "error", err, "pause", pause)
+			pause = min(2*pause, r.cfg.IdlePoll)
+			u.trouble(err)
 		case worked:
+			u.trouble(nil)
 			pause = busyPoll
 			continue
 		default:

@@ -30,14 +30,18 @@ type run struct {
 	marking *marking      // a mark on its way while the next batch is published
 	dirty   bool          // published rows may be due for cleanup
 
+	troubleSince, troubleSaid time.Time
+
 	accepted int64         // by this run
 	tries    map[int64]try // rows whose last failure was no attempt
 }
 
-// try is a failure that was no attempt.
+// try is the last failure of a row that was no attempt.
 type try struct {
+	row      *row // without its message
 	n        int
 	accepted int64 // what the run had got accepted by then
+	aside    bool  // it waits for its next try
 }
 
 // marking is a mark that runs beside the next fetch and Publish.
@@ -168,13 +172,16 @@ func (u *run) publish(ctx context.Context, rows []*row) (worked bool, err error)
 	}
 	u.accepted += int64(len(accepted))
 	u.publishedN.Add(int64(len(accepted)))
+	// A batch whose context ended with Run still marks what the broker has accepted.
+	mark, cancel := context.WithTimeout(context.WithoutCancel(ctx), markTimeout)
+	defer cancel()
+	if len(accepted) > 0 {
+		lastErr = errors.Join(lastErr, u.release(mark))
+	}
 	if lastErr == nil && len(rest) == 0 && ctx.Err() == nil {
 		u.startMark(ctx)
 		return true, nil
 	}
-	// A batch whose context ended with Run still marks what the broker has accepted.
-	mark, cancel := context.WithTimeout(context.WithoutCancel(ctx), markTimeout)
-	defer cancel()
 	var failures []failure
 	var trouble error
 	for _, i := range rest {
@@ -215,17 +222,16 @@ func (u *run) judge(w *row, res brokers.Result, others bool) (f failure, keep bo
 	last, again := u.tries[w.seq]
 	counts := forGood || class != brokers.Throttled && (others || again && u.accepted > last.accepted)
 	n := last.n + 1
-	ceiling := min(u.cfg.MaxBackoff, 10*u.cfg.Backoff)
 	if counts {
 		w.attempts++
-		n, ceiling = w.attempts, u.cfg.MaxBackoff
+		n = w.attempts
 		delete(u.tries, w.seq)
 	} else {
-		u.remember(w.seq, try{n, u.accepted})
+		u.remember(try{&row{seq: w.seq, share: w.share, token: w.token}, n, u.accepted, class != brokers.Throttled})
 	}
 	f = failure{row: w, why: fmt.Sprint(res.Err)}
 	f.parked = forGood || counts && u.cfg.MaxAttempts > 0 && w.attempts >= u.cfg.MaxAttempts
-	f.delay = max(backoff(u.cfg.Backoff, ceiling, n), brokers.RetryAfterOf(res.Err))
+	f.delay = max(backoff(u.cfg.Backoff, u.cfg.MaxBackoff, n), brokers.RetryAfterOf(res.Err))
 	log := u.log.With("message_id", w.m.ID, "topic", w.m.Topic, "seq", w.seq, "outcome", res.Outcome.String(), "attempts", w.attempts, "error", res.Err)
 	switch {
 	case f.parked:
@@ -241,12 +247,35 @@ func (u *run) judge(w *row, res brokers.Result, others bool) (f failure, keep bo
 
 // remember bounds the memory of failures that were no attempts; forgetting one makes
 // its next failure a first one.
-func (u *run) remember(seq int64, t try) {
+func (u *run) remember(t try) {
 	const most = 10_000
 	if len(u.tries) >= most {
 		clear(u.tries)
 	}
-	u.tries[seq] = t
+	u.tries[t.row.seq] = t
+}
+
+// release ends the waiting of what failed while nothing got through: something has
+// got through.
+func (u *run) release(ctx context.Context) error {
+	var rows []*row
+	for _, t := range u.tries {
+		if t.aside {
+			rows = append(rows, t.row)
+		}
+	}
+	if len(rows) == 0 {
+		return nil
+	}
+	if err := u.q.again(ctx, u.id, rows); err != nil {
+		return fmt.Errorf("end the waiting after an outage: %w", err)
+	}
+	for _, w := range rows {
+		t := u.tries[w.seq]
+		t.aside = false
+		u.tries[w.seq] = t
+	}
+	return nil
 }
 
 // backoff is the n-th delay, with jitter over its upper half.
@@ -322,6 +351,22 @@ func (u *run) lost(n int) {
 	u.leaseLost.Add(int64(n))
 	u.renewed = time.Time{}
 	u.log.Warn("the lease on these messages was lost before they were marked: another relay publishes them again, with the same IDs", "count", n)
+}
+
+// trouble says that the relay cannot go on, when that begins and once a minute, and
+// when it is over.
+func (u *run) trouble(err error) {
+	switch {
+	case err == nil && !u.troubleSince.IsZero():
+		u.log.Info("relay goes on", "after", time.Since(u.troubleSince))
+		u.troubleSince = time.Time{}
+	case err != nil && u.troubleSince.IsZero():
+		u.troubleSince, u.troubleSaid = time.Now(), time.Now()
+		u.log.Warn("relay cannot go on; it tries again until it can", "error", err)
+	case err != nil && time.Since(u.troubleSaid) >= time.Minute:
+		u.troubleSaid = time.Now()
+		u.log.Warn("relay still cannot go on", "error", err, "for", time.Since(u.troubleSince))
+	}
 }
 
 // misconfigured: nothing was ever accepted, and somebody has to change something.

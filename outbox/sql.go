@@ -69,6 +69,7 @@ var owned = ` AND (share IN (SELECT share FROM {s}outbox_shares WHERE owner = $1
 var (
 	sqlDelete = `DELETE FROM {s}outbox_messages WHERE seq IN ` + ints("$2") + owned
 	sqlMark   = `UPDATE {s}outbox_messages SET published_at = {now}, next_at = NULL, parked = {pg:false}{lite:0} WHERE seq IN ` + ints("$2") + owned
+	sqlAgain  = `UPDATE {s}outbox_messages SET next_at = {now} WHERE NOT parked AND next_at > {now} AND seq IN ` + ints("$2") + owned
 	sqlFailed = `UPDATE {s}outbox_messages SET attempts = f.attempts, next_at = {after:f.delay}, parked = {pg:f.parked = 1}{lite:f.parked}, last_error = f.why
 		FROM ({pg:SELECT * FROM json_to_recordset($2::text::json) AS j(seq bigint, attempts integer, delay bigint, parked integer, why text)}` +
 		`{lite:SELECT value ->> 'seq' AS seq, value ->> 'attempts' AS attempts, value ->> 'delay' AS delay, value ->> 'parked' AS parked, value ->> 'why' AS why FROM json_each($2)}) AS f
