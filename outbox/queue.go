@@ -25,8 +25,8 @@ import (
 type Queue interface {
 	// lease says that the relay lives, renews its shares, takes free ones up to its
 	// part and gives up what is more. It returns the shares it has now with the
-	// tokens that marks of their rows must carry.
-	lease(ctx context.Context, relay string, d time.Duration) (map[int]int64, error)
+	// tokens that marks of their rows must carry; short: they are less than its part.
+	lease(ctx context.Context, relay string, d time.Duration) (shares map[int]int64, short bool, err error)
 	// fetch returns the next messages of the relay's shares, in order, without those
 	// of blocked keys.
 	fetch(ctx context.Context, relay string, f fetch) ([]*row, error)
@@ -93,7 +93,8 @@ func (q queue) nudged() <-chan struct{} { return q.engine.nudge.wait() }
 // Nudge implements [Queue] and [Writer].
 func (q queue) Nudge() { q.engine.nudge.wake() }
 
-func (q queue) lease(ctx context.Context, relay string, d time.Duration) (shares map[int]int64, err error) {
+func (q queue) lease(ctx context.Context, relay string, d time.Duration) (shares map[int]int64, short bool, err error) {
+	want := 0
 	err = q.tx(ctx, func(c sqldb.Q) error {
 		shares = map[int]int64{}
 		collect := func(text string, args ...any) error {
@@ -118,7 +119,8 @@ func (q queue) lease(ctx context.Context, relay string, d time.Duration) (shares
 		if err := collect(sqlRenew, relay, d.Microseconds()); err != nil {
 			return err
 		}
-		want := (Shares + live - 1) / max(1, live)
+		live = max(1, live)
+		want = (Shares + live - 1) / live
 		switch have := len(shares); {
 		case have < want:
 			return collect(sqlTakeShares, relay, d.Microseconds(), want-have)
@@ -132,7 +134,7 @@ func (q queue) lease(ctx context.Context, relay string, d time.Duration) (shares
 		}
 		return nil
 	})
-	return shares, err
+	return shares, len(shares) < want, err
 }
 
 func (q queue) leave(ctx context.Context, relay string) error {

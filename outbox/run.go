@@ -26,6 +26,7 @@ type run struct {
 
 	renewed time.Time     // when the last renewal was sent
 	shares  map[int]int64 // share -> token, as of then
+	short   bool          // they are less than its part
 	owed    []*row        // accepted by the broker, and the mark has failed so far
 	marking *marking      // a mark on its way while the next batch is published
 	dirty   bool          // published rows may be due for cleanup
@@ -59,7 +60,11 @@ func (u *run) step(ctx context.Context) (worked bool, err error) {
 	if err := u.markOwed(ctx); err != nil {
 		return false, err
 	}
-	if time.Since(u.renewed) > u.cfg.Lease/4 {
+	every := u.cfg.Lease / 4
+	if u.short {
+		every = u.cfg.Lease / 20 // what others give up, or leave behind, is taken soon
+	}
+	if time.Since(u.renewed) > every {
 		if err := u.renew(ctx); err != nil {
 			return false, err
 		}
@@ -84,14 +89,14 @@ func (u *run) renew(ctx context.Context) error {
 		return err
 	}
 	sent := time.Now()
-	shares, err := u.q.lease(ctx, u.id, u.cfg.Lease)
+	shares, short, err := u.q.lease(ctx, u.id, u.cfg.Lease)
 	if err != nil {
 		return fmt.Errorf("renew the lease: %w", err)
 	}
 	if len(shares) != len(u.shares) {
 		u.log.Info("relay has another part of the keys", "shares", len(shares), "of", Shares)
 	}
-	u.renewed, u.shares, u.dirty = sent, shares, true
+	u.renewed, u.shares, u.short, u.dirty = sent, shares, short, true
 	return nil
 }
 
