@@ -141,7 +141,7 @@ func ExampleRelay_Flush() {
 	}
 	err = relay.Flush(ctx)
 	var left *outbox.LeftError
-	fmt.Println(errors.As(err, &left), left.Parked, left.Blocked)
+	fmt.Println(errors.As(err, &left), left.Parked, left.Unsent)
 	fmt.Println(left.First[0])
 
 	// Somebody has looked at it, and decided to leave it out.

@@ -9,16 +9,17 @@ import (
 	"github.com/twiceproof/twiceproof/internal/sqldb"
 )
 
-// LeftError says what Flush has left behind. The numbers do not overlap except
-// Elsewhere, which may count what waits as well.
+// LeftError says what Flush has left behind, each message in one of the numbers.
 type LeftError struct {
-	// Parked messages wait for a person, Waiting ones for their next try. Blocked
-	// ones are behind such a message of their key.
-	Parked, Waiting, Blocked int
-	// Elsewhere is what is in shares that another relay has, or had when it died: its
-	// lease has to end first.
+	// Parked messages wait for a person, Waiting ones for their next try.
+	Parked, Waiting int
+	// Unsent ones are behind such a message of their key, or the publisher could not
+	// send them (see Cause).
+	Unsent int
+	// Elsewhere is what is in shares of another relay, or of one that died: its lease
+	// has to end first.
 	Elsewhere int
-	// First are the IDs of up to five parked or waiting messages with their errors.
+	// First are up to five parked or waiting messages, with their IDs and errors.
 	First []string
 	// Cause is why Flush ended early, if it did: the last error of the publisher.
 	Cause error
@@ -26,8 +27,8 @@ type LeftError struct {
 
 // Error implements error.
 func (e *LeftError) Error() string {
-	s := fmt.Sprintf("messages are left in the outbox: %d parked, %d waiting for another try, %d blocked behind these, %d in shares of other relays",
-		e.Parked, e.Waiting, e.Blocked, e.Elsewhere)
+	s := fmt.Sprintf("messages are left in the outbox: %d parked, %d waiting for another try, %d not sent, %d in shares of other relays",
+		e.Parked, e.Waiting, e.Unsent, e.Elsewhere)
 	if len(e.First) > 0 {
 		s += ": " + strings.Join(e.First, "; ")
 	}
@@ -88,7 +89,7 @@ func (q queue) left(ctx context.Context, relay string) (*LeftError, error) {
 	if all == 0 {
 		return nil, nil
 	}
-	e.Blocked = max(0, all-e.Parked-e.Waiting-e.Elsewhere)
+	e.Unsent = max(0, all-e.Parked-e.Waiting-e.Elsewhere)
 	err := q.one.Query(ctx, q.sql(sqlLeftFirst), nil, func(scan func(...any) error) error {
 		var id, why string
 		var parked bool

@@ -29,8 +29,10 @@ type run struct {
 	short   bool          // they are less than its part
 	owed    []*row        // accepted by the broker, and the mark has failed so far
 	marking *marking      // a mark on its way while the next batch is published
+	batch   int           // messages of the next Publish
 	dirty   bool          // published rows may be due for cleanup
 
+	fetchTook                 time.Duration // the last look for work
 	troubleSince, troubleSaid time.Time
 
 	accepted int64         // by this run
@@ -101,7 +103,7 @@ func (u *run) renew(ctx context.Context) error {
 }
 
 func (u *run) fetch(ctx context.Context) ([]*row, error) {
-	f := fetch{most: u.cfg.Batch, bytes: u.cfg.BatchBytes, skipParked: u.cfg.SkipParked}
+	f := fetch{most: u.batch, bytes: u.cfg.BatchBytes, skipParked: u.cfg.SkipParked}
 	if u.marking != nil {
 		f.except = u.marking.rows
 	}
@@ -110,8 +112,9 @@ func (u *run) fetch(ctx context.Context) ([]*row, error) {
 	if err != nil {
 		return nil, fmt.Errorf("read the backlog: %w", err)
 	}
-	if took := time.Since(start); took > slowFetch {
-		u.log.Warn("reading the backlog is slow: look for transactions that are open for long, for much backlog behind blocked keys, and at autovacuum", "took", took)
+	u.fetchTook = time.Since(start)
+	if u.fetchTook > slowFetch {
+		u.log.Warn("reading the backlog is slow: look for transactions that are open for long, for much backlog behind blocked keys, and at autovacuum", "took", u.fetchTook)
 	}
 	rows = slices.DeleteFunc(rows, func(w *row) bool {
 		token, mine := u.shares[w.share]
@@ -159,8 +162,10 @@ func (u *run) publish(ctx context.Context, rows []*row) (worked bool, err error)
 		ms[i] = w.m
 	}
 	pctx, cancel := context.WithDeadline(ctx, u.renewed.Add(u.cfg.Lease*3/4))
+	begin := time.Now()
 	results := u.pub.Publish(pctx, ms...)
 	cancel()
+	u.fit(time.Since(begin))
 	for len(results) < len(rows) {
 		results = append(results, brokers.Result{Outcome: brokers.Unknown, Err: errResults})
 	}
@@ -208,6 +213,17 @@ func (u *run) publish(ctx context.Context, rows []*row) (worked bool, err error)
 		return false, trouble
 	}
 	return true, nil
+}
+
+// fit keeps a Publish well within the lease: one that is cut short leaves a message
+// with an unknown outcome, which is sent again.
+func (u *run) fit(took time.Duration) {
+	switch {
+	case took > u.cfg.Lease/4:
+		u.batch = max(1, u.batch/2)
+	case took < u.cfg.Lease/16:
+		u.batch = min(u.cfg.Batch, 2*u.batch)
+	}
 }
 
 // judge says what becomes of a row that was not accepted. What was not sent is as

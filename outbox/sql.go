@@ -76,12 +76,11 @@ var (
 		WHERE outbox_messages.seq = f.seq` + owned
 )
 
-// sqlLeft counts what is not published, by what keeps it. The order of the cases is
-// the order in which somebody would have to act.
+// sqlLeft counts what is not published, by what keeps it.
 const sqlLeft = `SELECT count(*),
 		coalesce(sum(CASE WHEN parked THEN 1 ELSE 0 END), 0),
 		coalesce(sum(CASE WHEN NOT parked AND next_at > {now} THEN 1 ELSE 0 END), 0),
-		coalesce(sum(CASE WHEN NOT parked AND (share IN (SELECT share FROM {s}outbox_shares WHERE owner = $1)) IS NOT TRUE THEN 1 ELSE 0 END), 0)
+		coalesce(sum(CASE WHEN NOT parked AND (next_at IS NULL OR next_at <= {now}) AND (share IN (SELECT share FROM {s}outbox_shares WHERE owner = $1)) IS NOT TRUE THEN 1 ELSE 0 END), 0)
 	FROM {s}outbox_messages WHERE published_at IS NULL`
 
 // sqlLeftFirst names the first of those that block: parked, or waiting for another try.

@@ -22,14 +22,19 @@ import (
 // Shares is the number of shares that keys are divided into.
 const Shares = 256
 
-// ErrCommitUnknown: the answer to COMMIT did not come. Enqueue the same messages
-// again: their IDs stay, and consumers deduplicate.
+// ErrCommitUnknown: the answer to COMMIT did not come, so the transaction is done or
+// not. Run it again with the same *Message values: their IDs stay, the outbox takes
+// an ID twice, and consumers deduplicate. Whether the business rows are there
+// already is for the transaction to find out.
 var ErrCommitUnknown = errors.New("commit outcome unknown")
 
 // Writer enqueues messages in a transaction of type Tx.
 type Writer[Tx any] interface {
 	// Enqueue inserts the messages in tx. Empty IDs (a UUIDv7) and zero Times are set
-	// once, here, on the messages themselves.
+	// once, here, on the messages themselves. Topic is required. IDs have at most 255
+	// bytes of UTF-8 without NUL and need not be unique; every other field may hold any
+	// bytes. An unusable message is an error before anything is inserted, and tx
+	// lives on. Lock the business row first: see the package on order.
 	Enqueue(ctx context.Context, tx Tx, ms ...*brokers.Message) error
 	// Begin opens a transaction, for InTx.
 	Begin(ctx context.Context) (tx Tx, commit func(context.Context) error, rollback func(context.Context) error, err error)
@@ -37,8 +42,10 @@ type Writer[Tx any] interface {
 	Nudge()
 }
 
-// InTx runs fn in a transaction, commits it, and tells the relay of this process.
-// With an error from fn, or a panic, nothing is stored.
+// InTx runs fn in a transaction, commits it, and tells the relays of this process
+// that use w. With an error from fn (returned as it is), a panic, or a ctx that ends
+// before the commit, nothing is stored. ErrCommitUnknown is in the error's tree when
+// the commit may have been done.
 func InTx[Tx any](ctx context.Context, w Writer[Tx], fn func(ctx context.Context, tx Tx) error) error {
 	tx, commit, rollback, err := w.Begin(ctx)
 	if err != nil {
@@ -53,11 +60,15 @@ func InTx[Tx any](ctx context.Context, w Writer[Tx], fn func(ctx context.Context
 	if err := fn(ctx, tx); err != nil {
 		return err
 	}
+	if err := ctx.Err(); err != nil {
+		return fmt.Errorf("not committed: %w", err) // nothing is unknown yet
+	}
 	ended = true
 	if err := commit(ctx); err != nil {
 		rolledBack := errors.Is(err, pgx.ErrTxCommitRollback)
 		if sqldb.CommitUncertain(err) && !sqldb.Busy(err) && !rolledBack {
 			err = errors.Join(ErrCommitUnknown, err)
+			w.Nudge() // it may be there
 		}
 		return fmt.Errorf("commit: %w", err)
 	}
@@ -65,7 +76,9 @@ func InTx[Tx any](ctx context.Context, w Writer[Tx], fn func(ctx context.Context
 	return nil
 }
 
-// Option configures an outbox.
+// Option configures an outbox: [Schema], [SerializeKeys], [KeepPublished]. Writers and
+// relays of one outbox need the same Schema; KeepPublished is the relay's, SerializeKeys
+// the writer's.
 type Option func(*options)
 
 type options struct {
@@ -74,14 +87,21 @@ type options struct {
 	keep          time.Duration
 }
 
-// Schema says where the tables are; the default is the connection's search_path.
+// Schema says where the tables are (PostgreSQL only); use the same in migrations.Up.
+// The default, and "", is the connection's search_path.
 func Schema(name string) Option { return func(o *options) { o.schema = name } }
 
-// SerializeKeys makes Enqueue take a transaction lock for each key (PostgreSQL), for
-// writers that do not lock the business row first.
+// SerializeKeys makes Enqueue take a lock for each key until the transaction ends
+// (PostgreSQL; on SQLite write transactions are alone anyway), so that the order of
+// a key is the order of its commits even for writers that do not lock a business row
+// first. It costs a round trip a key; transactions of one key wait for each other, and
+// two Enqueue calls in each of two transactions can deadlock (SQLSTATE 40P01: run one
+// again), a single call with many keys cannot. Off by default.
 func SerializeKeys() Option { return func(o *options) { o.serializeKeys = true } }
 
-// KeepPublished keeps published rows for d instead of deleting them at once.
+// KeepPublished keeps published rows for d after their publishing instead of
+// deleting them at once; relays clean up what is older. Marking costs about twice
+// what deleting does. 0, the default: they are deleted.
 func KeepPublished(d time.Duration) Option { return func(o *options) { o.keep = d } }
 
 // engine is what all outboxes share.

@@ -20,6 +20,7 @@ func runCases[Tx any]() []testCase[Tx] {
 		{name: "run/missing-tables-are-an-error", run: missingTables[Tx]},
 		{name: "run/wrong-configuration-of-the-publisher", run: fatal[Tx]},
 		{name: "run/too-few-results-lose-nothing", run: tooFew[Tx]},
+		{name: "run/slow-publisher-is-not-cut-short-for-ever", run: slow[Tx]},
 		{name: "run/stop-marks-what-is-accepted", run: stopMarks[Tx]},
 		{name: "flush/publishes-everything", run: flush[Tx]},
 		{name: "flush/names-what-is-left", run: flushLeft[Tx]},
@@ -124,6 +125,27 @@ func tooFew[Tx any](e *env[Tx]) {
 	require.Len(e, s.ids(), 5)
 }
 
+// slow: a batch takes longer than the lease (langwatch/langwatch#7037). The relay
+// takes fewer messages, so that only the first Publish is cut short.
+func slow[Tx any](e *env[Tx]) {
+	s := sink{answer: func(ctx context.Context, _ *brokers.Message) brokers.Result {
+		if ctx.Err() != nil {
+			return notSent
+		}
+		select {
+		case <-time.After(30 * time.Millisecond):
+			return accepted
+		case <-ctx.Done():
+			return unknown
+		}
+	}}
+	e.enqueue(messages("", numbered("", 50)...)...)
+	r, _ := e.start(&s, outbox.RelayConfig{Lease: shortLease})
+	e.drained()
+	require.Len(e, s.firsts(""), 50)
+	require.LessOrEqual(e, r.Stats().Unknown, int64(4))
+}
+
 // stopMarks: Run's context ends during a Publish that is then accepted.
 func stopMarks[Tx any](e *env[Tx]) {
 	in, out := make(chan struct{}), make(chan struct{})
@@ -165,7 +187,7 @@ func flushLeft[Tx any](e *env[Tx]) {
 	err := r.Flush(e.Context())
 	var l *outbox.LeftError
 	require.ErrorAs(e, err, &l)
-	require.Equal(e, [4]int{1, 1, 2, 0}, [4]int{l.Parked, l.Waiting, l.Blocked, l.Elsewhere}, "%v", err)
+	require.Equal(e, [4]int{1, 1, 2, 0}, [4]int{l.Parked, l.Waiting, l.Unsent, l.Elsewhere}, "%v", err)
 	require.ErrorContains(e, err, `parked "bad"`)
 	require.ErrorContains(e, err, `waiting "later"`)
 	require.Equal(e, []string{"ok"}, s.ids())
@@ -195,6 +217,6 @@ func flushAway[Tx any](e *env[Tx]) {
 	var l *outbox.LeftError
 	require.ErrorAs(e, err, &l)
 	require.ErrorIs(e, err, errTest)
-	require.Equal(e, 2, l.Blocked)
+	require.Equal(e, 2, l.Unsent)
 	require.Zero(e, e.count(attempts))
 }
