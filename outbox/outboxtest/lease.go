@@ -23,7 +23,7 @@ func leaseCases[Tx any]() []testCase[Tx] {
 	}
 }
 
-// leaseLost: the first relay's Publish hangs past its lease and ignores its
+// leaseLost (langwatch/langwatch#7037): the first relay's Publish hangs past its lease and ignores its
 // context; a second relay takes over. What the first one reports afterwards must not
 // count.
 func leaseLost[Tx any](late brokers.Result) func(e *env[Tx]) {
@@ -59,6 +59,7 @@ func (e *env[Tx]) divided(most, relays int) func() bool {
 	}
 }
 
+// sharesDivide: relays join and leave; each gets its part, one more at most.
 func sharesDivide[Tx any](e *env[Tx]) {
 	var s sink
 	cfg := outbox.RelayConfig{Lease: time.Second}
@@ -109,7 +110,7 @@ func (f brokersFunc) Publish(ctx context.Context, ms ...*brokers.Message) []brok
 func (f brokersFunc) Limits() brokers.PublishLimits { return brokers.PublishLimits{} }
 func (f brokersFunc) Close(context.Context) error   { return nil }
 
-// noLock: while one relay's Publish hangs, writers write and another relay publishes
+// noLock (gruelbox/transaction-outbox#788): while one relay's Publish hangs, writers write and another relay publishes
 // the keys of its own shares.
 func noLock[Tx any](e *env[Tx]) {
 	var s sink

@@ -25,6 +25,9 @@ func orderCases[Tx any]() []testCase[Tx] {
 	}
 }
 
+// orderOverRelays: several relays divide the keys, never the rows: SKIP LOCKED lets
+// a later message of a key overtake (kgrzybek/sample-dotnet-core-cqrs-api#15,
+// namastack/namastack-outbox#195).
 func orderOverRelays[Tx any](e *env[Tx]) {
 	const n, keys, writers = 400, 20, 4
 	var s sink
@@ -62,6 +65,8 @@ func orderOverRelays[Tx any](e *env[Tx]) {
 	require.Equal(e, n, total)
 }
 
+// orderInTx: messages of one transaction share a timestamp, and clocks differ; the
+// order is that of Enqueue.
 func orderInTx[Tx any](e *env[Tx]) {
 	at := time.Now()
 	err := outbox.InTx(e.Context(), e.o, func(ctx context.Context, tx Tx) error {
@@ -82,7 +87,9 @@ func orderInTx[Tx any](e *env[Tx]) {
 }
 
 // keyStops: the first message of a key does not get through; nothing of its key may
-// pass, everything else must.
+// pass, everything else must. After an unknown outcome the message may still arrive
+// late, so that the next one must wait for a sure one, and every copy has the same ID
+// (segmentio/kafka-go#1427, rabbitmq/amqp091-go#182).
 func keyStops[Tx any](res brokers.Result) func(e *env[Tx]) {
 	return func(e *env[Tx]) {
 		var mu sync.Mutex
@@ -113,7 +120,9 @@ func keyStops[Tx any](res brokers.Result) func(e *env[Tx]) {
 }
 
 // lateCommit: a transaction draws the lower number and commits after one with a
-// higher number was published.
+// higher number was published; a cursor would have passed it
+// (ThreeDotsLabs/watermill#311, kamu-data/kamu-cli#1398,
+// event-driven-io/emmett#336). And it delays nobody.
 func lateCommit[Tx any](e *env[Tx]) {
 	var s sink
 	e.start(&s, outbox.RelayConfig{})

@@ -28,6 +28,8 @@ func parkCases[Tx any]() []testCase[Tx] {
 	}
 }
 
+// forGoodParks: a message that can never be sent blocks its key alone and is not
+// tried again (boto/boto3#1953, Particular/NServiceBus.AmazonSQS#2520).
 func forGoodParks[Tx any](e *env[Tx]) {
 	s := sink{answer: answers(map[string]brokers.Result{"bad": forGood})}
 	e.enqueue(message("bad", "k"), message("behind", "k"), message("free", "j"), message("unkeyed", ""))
@@ -59,7 +61,7 @@ func attemptsPark[Tx any](res brokers.Result) func(e *env[Tx]) {
 	}
 }
 
-// hangs: one message takes Publish's whole time, and the publisher sends one after
+// hangs (gruelbox/transaction-outbox#788): one message takes Publish's whole time, and the publisher sends one after
 // the other. The others must get their turn, and it must be parked in the end.
 func hangs[Tx any](e *env[Tx]) {
 	s := sink{answer: func(ctx context.Context, m *brokers.Message) brokers.Result {
@@ -87,7 +89,8 @@ func hangs[Tx any](e *env[Tx]) {
 	require.Zero(e, s.triesOf("behind"))
 }
 
-// poison: more bad messages at the head than a batch holds.
+// poison: more bad messages at the head than a batch holds (watt-mind/factory#1479,
+// Pulsefy/Lumenpulse#1200).
 func poison[Tx any](e *env[Tx]) {
 	s := sink{answer: func(_ context.Context, m *brokers.Message) brokers.Result {
 		if m.ID[0] == 'b' {
@@ -127,6 +130,7 @@ func skipParked[Tx any](e *env[Tx]) {
 	require.Equal(e, 1, e.count(parked))
 }
 
+// unpark: whatever columns somebody resets by hand, the key's order stays.
 func unpark[Tx any](e *env[Tx]) {
 	var healed atomic.Bool
 	s := sink{answer: func(_ context.Context, m *brokers.Message) brokers.Result {
@@ -175,7 +179,9 @@ func throttled[Tx any](e *env[Tx]) {
 	e.drained()
 }
 
-// outage: nothing gets through for long, in every way that a publisher can say so.
+// outage: nothing gets through for long, in every way that a publisher can say so;
+// no message may have used up its attempts when it is over
+// (MarcosRabadan/Agendia#322).
 func outage[Tx any](tries int) func(e *env[Tx]) {
 	return func(e *env[Tx]) {
 		var up atomic.Bool

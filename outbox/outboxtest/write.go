@@ -28,6 +28,8 @@ func writeCases[Tx any]() []testCase[Tx] {
 	}
 }
 
+// rollback: a message sent from inside a transaction that is rolled back is a phantom
+// (DFE-Digital/apply-for-teacher-training#1810).
 func rollback[Tx any](e *env[Tx]) {
 	var s sink
 	e.start(&s, outbox.RelayConfig{})
@@ -52,6 +54,7 @@ func panics[Tx any](e *env[Tx]) {
 	e.enqueue(message("real", "k")) // and no connection was kept
 }
 
+// exact: every byte comes out as it went in.
 func exact[Tx any](e *env[Tx]) {
 	all := make([]byte, 256)
 	for i := range all {
@@ -85,6 +88,8 @@ func exact[Tx any](e *env[Tx]) {
 	}
 }
 
+// huge: one call of the broker is bounded by bytes as well as by messages
+// (MassTransit/MassTransit#5645).
 func huge[Tx any](e *env[Tx]) {
 	big := func(id string) *brokers.Message {
 		m := message(id, "k")
