@@ -121,35 +121,7 @@ func (u *run) fetch(ctx context.Context) ([]*row, error) {
 		w.token = token
 		return !mine
 	})
-	// What failed while nothing got through goes last, so that it cannot keep the rest
-	// of the batch from the broker: a message that hangs, and blameless others behind.
-	if len(u.tries) > 0 {
-		suspect := map[string]bool{}
-		for _, w := range rows {
-			if _, failed := u.tries[w.seq]; failed {
-				suspect[w.orderKey()] = true
-			}
-		}
-		slices.SortStableFunc(rows, func(a, b *row) int {
-			return rank(suspect[a.orderKey()]) - rank(suspect[b.orderKey()])
-		})
-	}
 	return rows, nil
-}
-
-// orderKey is the Key, or something that no other row has.
-func (w *row) orderKey() string {
-	if w.m.Key == "" {
-		return fmt.Sprint("\x00seq ", w.seq)
-	}
-	return w.m.Key
-}
-
-func rank(last bool) int {
-	if last {
-		return 1
-	}
-	return 0
 }
 
 var errResults = errors.New("the publisher returned too few results: its contract is one for each message")
@@ -165,7 +137,7 @@ func (u *run) publish(ctx context.Context, rows []*row) (worked bool, err error)
 	begin := time.Now()
 	results := u.pub.Publish(pctx, ms...)
 	cancel()
-	u.fit(time.Since(begin))
+	u.fit(time.Since(begin), results)
 	for len(results) < len(rows) {
 		results = append(results, brokers.Result{Outcome: brokers.Unknown, Err: errResults})
 	}
@@ -215,12 +187,18 @@ func (u *run) publish(ctx context.Context, rows []*row) (worked bool, err error)
 	return true, nil
 }
 
-// fit keeps a Publish well within the lease: one that is cut short leaves a message
-// with an unknown outcome, which is sent again.
-func (u *run) fit(took time.Duration) {
+// fit keeps a Publish well within the lease, by what the publisher got done: one that
+// is cut short leaves a message with an unknown outcome, which is sent again.
+func (u *run) fit(took time.Duration, results []brokers.Result) {
 	switch {
 	case took > u.cfg.Lease/4:
-		u.batch = max(1, u.batch/2)
+		done := 0
+		for _, r := range results {
+			if r.Outcome != brokers.NotSent {
+				done++
+			}
+		}
+		u.batch = max(1, done/2)
 	case took < u.cfg.Lease/16:
 		u.batch = min(u.cfg.Batch, 2*u.batch)
 	}

@@ -24,6 +24,7 @@ func parkCases[Tx any]() []testCase[Tx] {
 		{name: "park/deleted-by-sql-frees-its-key", run: deleteParked[Tx]},
 		{name: "park/throttled-is-no-attempt", run: throttled[Tx]},
 		{name: "outage/no-attempt-and-nothing-parked", run: outage[Tx](8)},
+		{name: "outage/waiting-ends-when-something-passes", run: waitingEnds[Tx]},
 		{name: "outage/of-200-tries", run: outage[Tx](200), bubble: true, not: needsBubble[Tx]},
 	}
 }
@@ -212,4 +213,24 @@ func outage[Tx any](tries int) func(e *env[Tx]) {
 			require.Equal(e, numbered(key, 20), s.firsts(key))
 		}
 	}
+}
+
+// waitingEnds: what an outage has put off for an hour comes at once when it is over.
+func waitingEnds[Tx any](e *env[Tx]) {
+	var up atomic.Bool
+	s := sink{answer: func(context.Context, *brokers.Message) brokers.Result {
+		if up.Load() {
+			return accepted
+		}
+		return transient
+	}}
+	e.enqueue(messages("k", "k0", "k1")...)
+	e.enqueue(message("j0", "j"))
+	r, _ := e.start(&s, outbox.RelayConfig{Backoff: time.Hour, MaxBackoff: time.Hour})
+	e.eventually("they are put off", func() bool { return e.count(`SELECT count(*) FROM outbox_messages WHERE next_at IS NOT NULL`) == 2 })
+	up.Store(true)
+	e.enqueue(message("new", ""))
+	e.drained()
+	require.Equal(e, []string{"k0", "k1"}, s.firsts("k"))
+	require.EqualValues(e, 2, r.Stats().Refused)
 }
