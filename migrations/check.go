@@ -51,10 +51,13 @@ func wanted(d Dialect) (order []string, columns map[string][]string) {
 // Check compares the tables and columns of the database with the migrations and
 // returns a *MissingError that lists what is missing, nil when nothing is.
 func Check(ctx context.Context, db DB, opts ...Option) error {
-	o := apply(opts)
+	o, err := apply(db.dialect, opts)
+	if err != nil {
+		return fmt.Errorf("check the tables: %w", err)
+	}
 	order, columns := wanted(db.dialect)
 	var missing []string
-	err := db.session(ctx, func(q sqldb.Q) error {
+	err = db.session(ctx, func(q sqldb.Q) error {
 		for _, table := range order {
 			have, err := columnsOf(ctx, q, db.dialect, o.schema, table)
 			if err != nil {

@@ -3,8 +3,9 @@
 //
 // [Up] is safe when many processes start it at once, and when it runs again: all
 // statements are idempotent, and it takes a lock. The files are plain SQL, with goose's
-// annotation and golang-migrate's names, so that other tools may apply them as well;
-// that is not tested yet.
+// annotation and golang-migrate's names: both tools apply them from [FS] (tested with
+// goose v3.30 and golang-migrate v4.20 on both dialects), each writes down its own
+// versions, and one may take over from the other. There are no down migrations.
 // [Check] looks at the tables themselves, not at a version number, so it tells the
 // truth whoever applied them.
 package migrations
@@ -19,6 +20,7 @@ import (
 	"slices"
 	"strconv"
 	"strings"
+	"time"
 
 	"github.com/jackc/pgx/v5"
 	"github.com/jackc/pgx/v5/pgxpool"
@@ -125,14 +127,14 @@ const versionTable = `CREATE TABLE IF NOT EXISTS twiceproof_migrations (
 	version integer PRIMARY KEY, name text NOT NULL, applied_at text NOT NULL)`
 
 // Up applies what is missing, in one transaction, and returns it. On PostgreSQL it
-// waits for another Up, on SQLite for the write lock, until ctx ends.
+// waits for another Up until ctx ends, on SQLite for the write lock for 30 s at most.
 func Up(ctx context.Context, db DB, opts ...Option) ([]Migration, error) {
-	o := apply(opts)
-	if o.schema != "" && db.dialect == SQLite {
-		return nil, errors.New("migrate: SQLite has no schemas; leave Schema out")
+	o, err := apply(db.dialect, opts)
+	if err != nil {
+		return nil, fmt.Errorf("migrate: %w", err)
 	}
 	var done []Migration
-	err := db.session(ctx, func(q sqldb.Q) (err error) {
+	err = db.session(ctx, func(q sqldb.Q) (err error) {
 		if err := begin(ctx, q, db.dialect, o); err != nil {
 			return err
 		}
@@ -144,6 +146,9 @@ func Up(ctx context.Context, db DB, opts ...Option) ([]Migration, error) {
 		if done, err = applyMissing(ctx, q, db.dialect); err != nil {
 			return err
 		}
+		if db.dialect == SQLite {
+			return execBusy(ctx, q, "COMMIT")
+		}
 		_, err = q.Exec(ctx, "COMMIT")
 		return err
 	})
@@ -153,14 +158,35 @@ func Up(ctx context.Context, db DB, opts ...Option) ([]Migration, error) {
 	return done, nil
 }
 
+// busyWait is how long Up waits for SQLite's write lock.
+const busyWait = 30 * time.Second
+
+// execBusy is Exec for SQLite, which answers at once that another connection writes
+// where no busy_timeout is set.
+func execBusy(ctx context.Context, q sqldb.Q, stmt string) error {
+	end, pause := time.Now().Add(busyWait), time.Millisecond
+	for {
+		_, err := q.Exec(ctx, stmt)
+		if !sqldb.Busy(err) {
+			return err
+		}
+		t := time.NewTimer(pause)
+		select {
+		case <-t.C:
+			pause = min(2*pause, 100*time.Millisecond)
+		case <-ctx.Done():
+			t.Stop()
+			return fmt.Errorf("another connection writes to the database: %w", errors.Join(ctx.Err(), err))
+		}
+		if time.Now().After(end) {
+			return fmt.Errorf("another connection has been writing to the database for %s; end it and try again: %w", busyWait, err)
+		}
+	}
+}
+
 func begin(ctx context.Context, q sqldb.Q, d Dialect, o options) error {
 	if d == SQLite {
-		for {
-			_, err := q.Exec(ctx, "BEGIN IMMEDIATE")
-			if !sqldb.Busy(err) || ctx.Err() != nil {
-				return err
-			}
-		}
+		return execBusy(ctx, q, "BEGIN IMMEDIATE")
 	}
 	if _, err := q.Exec(ctx, "BEGIN"); err != nil {
 		return err
@@ -213,10 +239,13 @@ func applyMissing(ctx context.Context, q sqldb.Q, d Dialect) (done []Migration, 
 	return done, nil
 }
 
-func apply(opts []Option) options {
+func apply(d Dialect, opts []Option) (options, error) {
 	var o options
 	for _, f := range opts {
 		f(&o)
 	}
-	return o
+	if o.schema != "" && d == SQLite {
+		return o, errors.New("SQLite has no schemas: leave Schema out, and give each schema a file of its own")
+	}
+	return o, nil
 }

@@ -5,7 +5,6 @@ import (
 	"errors"
 	"fmt"
 	"log/slog"
-	"math/rand/v2"
 	"sync/atomic"
 	"time"
 
@@ -14,58 +13,101 @@ import (
 	"github.com/twiceproof/twiceproof/brokers"
 )
 
-var errLeaseLost = errors.New("the lease on these keys is lost: another relay publishes them now")
-
 // RelayConfig configures a relay. Zero values are defaults.
 type RelayConfig struct {
-	// Batch is the most messages of one Publish. 0: 500.
+	// Batch is the most messages of one Publish. The relay takes fewer while a Publish
+	// takes more than a quarter of Lease. 0: 500.
 	Batch int
-	// Lease is how long a relay owns its keys without saying that it lives. 0: 30 s.
+	// BatchBytes is the most payload bytes of one Publish; a single larger message
+	// goes alone. 0: 16 MiB.
+	BatchBytes int
+	// Lease is how long a relay owns its keys without saying that it lives: the time
+	// after which others take over from one that died. A Publish gets a context that
+	// ends before it. 0: 30 s; at least 100 ms.
 	Lease time.Duration
-	// MaxAttempts is the failed attempt after which a message is parked. 0: 20.
+	// MaxAttempts is the failed attempt after which a message is parked. 0: 20, about
+	// an hour with the default backoff. -1: never; what the broker refuses for good
+	// is parked all the same.
+	//
+	// A refusal or an unknown outcome is an attempt only if another message was
+	// accepted in the same Publish, or since this one was tried last. While nothing
+	// gets through, it is an outage, and an outage parks nothing.
 	MaxAttempts int
-	// Backoff and MaxBackoff bound the delay of a refused message. 0: 1 s and 5 min.
+	// Backoff and MaxBackoff bound the delay after a failed attempt, which doubles
+	// from one to the other with jitter. What waits because nothing got through is
+	// tried again at once when something does. 0: 1 s and 5 min.
 	Backoff, MaxBackoff time.Duration
-	// IdlePoll is the longest pause between two looks for work. 0: 1 s.
+	// IdlePoll is the longest pause between two looks for work, and between two tries
+	// while the broker or the database is away; InTx and Nudge end the former. 0: 1 s.
 	IdlePoll time.Duration
+	// SkipParked lets later messages of a key overtake a parked one. The default is
+	// that it blocks its key (and no other) until somebody looks at it.
+	SkipParked bool
 	// Logger: nil logs nowhere.
 	Logger *slog.Logger
 }
 
-// RelayStats are counts since Run began.
-type RelayStats struct{ Published, Refused, Parked, Unknown, LeaseLost int64 }
+// RelayStats are counts of messages since the relay was made.
+type RelayStats struct {
+	// Published is what the broker accepted, repeats included.
+	Published int64
+	// Refused and Unknown are outcomes, whether they counted as attempts or not.
+	Refused, Unknown int64
+	// Parked is what was parked.
+	Parked int64
+	// LeaseLost is the rows that a mark did not find: another relay has their share
+	// by now and publishes them again (or somebody deleted them).
+	LeaseLost int64
+}
 
 // Relay publishes what is in an outbox.
 type Relay struct {
 	q   Queue
 	pub brokers.Publisher
 	cfg RelayConfig
-	id  string
 
+	running                                         atomic.Bool
 	publishedN, refused, parked, unknown, leaseLost atomic.Int64
-
-	renewed  time.Time      // when the last renewal was sent
-	unmarked map[int64]bool // published by this relay, and the mark has failed so far
 }
 
-// NewRelay returns a relay. It does no I/O.
+// NewRelay returns a relay. It does no I/O. A wrong configuration is an error that
+// names everything that is wrong.
+//
+// A relay uses up to two connections of the outbox's pool, each for one short
+// statement; on PostgreSQL a pool of one is refused, since a transaction of the
+// program that waits for the relay, or the other way round, would wait for ever.
+// It neither opens nor closes the publisher.
 func NewRelay(q Queue, pub brokers.Publisher, cfg RelayConfig) (*Relay, error) {
 	if q == nil || pub == nil {
 		return nil, errors.New("relay: queue and publisher are required")
 	}
-	if cfg.Batch < 0 || cfg.MaxAttempts < 0 || cfg.Lease < 0 {
-		return nil, errors.New("relay: Batch, MaxAttempts and Lease must not be negative")
-	}
 	def(&cfg.Batch, 500)
+	def(&cfg.BatchBytes, 16<<20)
 	def(&cfg.Lease, 30*time.Second)
 	def(&cfg.MaxAttempts, 20)
 	def(&cfg.Backoff, time.Second)
-	def(&cfg.MaxBackoff, 5*time.Minute)
+	def(&cfg.MaxBackoff, max(5*time.Minute, cfg.Backoff))
 	def(&cfg.IdlePoll, time.Second)
 	if cfg.Logger == nil {
 		cfg.Logger = slog.New(slog.DiscardHandler)
 	}
-	return &Relay{q: q, pub: pub, cfg: cfg, id: uuid.NewString(), unmarked: map[int64]bool{}}, nil
+	var errs []error
+	refuse := func(bad bool, format string, args ...any) {
+		if bad {
+			errs = append(errs, fmt.Errorf(format, args...))
+		}
+	}
+	refuse(cfg.Batch < 0, "Batch is %d: it must not be negative", cfg.Batch)
+	refuse(cfg.BatchBytes < 0, "BatchBytes is %d: it must not be negative", cfg.BatchBytes)
+	refuse(cfg.Lease < 100*time.Millisecond, "Lease is %s: it must be 100 ms or more", cfg.Lease)
+	refuse(cfg.MaxAttempts < -1, "MaxAttempts is %d: it must be -1 (never), 0 (the default) or more", cfg.MaxAttempts)
+	refuse(cfg.Backoff < 0 || cfg.MaxBackoff < cfg.Backoff, "Backoff is %s and MaxBackoff %s: the first must not be negative or above the second", cfg.Backoff, cfg.MaxBackoff)
+	refuse(cfg.IdlePoll < 0, "IdlePoll is %s: it must not be negative", cfg.IdlePoll)
+	refuse(q.connections() == 1, "the outbox's pool has one connection: give it 2 or more, or the relay a pool of its own (outbox.Postgres on another pool)")
+	if len(errs) > 0 {
+		return nil, fmt.Errorf("relay: %w", errors.Join(errs...))
+	}
+	return &Relay{q: q, pub: pub, cfg: cfg}, nil
 }
 
 func def[T comparable](v *T, d T) {
@@ -80,37 +122,57 @@ func (r *Relay) Nudge() { r.q.Nudge() }
 
 // Stats returns the counts.
 func (r *Relay) Stats() RelayStats {
-	return RelayStats{r.publishedN.Load(), r.refused.Load(), r.parked.Load(), r.unknown.Load(), r.leaseLost.Load()}
+	return RelayStats{
+		Published: r.publishedN.Load(), Refused: r.refused.Load(), Parked: r.parked.Load(),
+		Unknown: r.unknown.Load(), LeaseLost: r.leaseLost.Load(),
+	}
 }
 
-// Run publishes until ctx ends, and returns nil then. Missing tables are an error;
-// everything that can pass by itself is waited for.
+// errRunning: a relay does one thing at a time.
+var errRunning = errors.New("relay: Run or Flush of this relay is going on: make another one with NewRelay")
+
+// Run publishes until ctx ends, and returns nil then. It waits for everything that
+// can pass by itself: a database or a broker that is away. Missing tables are an
+// error, and so is a publisher that is configured wrong (class Fatal) before
+// anything was ever accepted; later that is logged and tried again.
 func (r *Relay) Run(ctx context.Context) error {
-	if err := r.q.check(ctx); err != nil {
-		if ctx.Err() != nil {
-			return nil
-		}
-		return err
+	if !r.running.CompareAndSwap(false, true) {
+		return errRunning
 	}
-	defer func() {
-		leave, cancel := context.WithTimeout(context.WithoutCancel(ctx), 5*time.Second)
-		defer cancel()
-		_ = r.q.leave(leave, r.id) // else its leases end by themselves
-	}()
+	defer r.running.Store(false)
+	u := r.newRun()
+	defer u.end(ctx)
+	u.log.Debug("relay starts")
 	const busyPoll = 10 * time.Millisecond
-	pause := busyPoll
+	pause, checked := busyPoll, false
 	for ctx.Err() == nil {
 		nudged := r.q.nudged()
-		worked, err := r.step(ctx)
+		worked, err := false, error(nil)
+		if !checked {
+			var passing bool
+			if err, passing = r.q.check(ctx); err != nil && !passing && ctx.Err() == nil {
+				return err
+			}
+			checked = err == nil
+		}
+		if checked {
+			worked, err = u.step(ctx)
+		}
 		switch {
+		case err != nil && u.misconfigured(err):
+			return err
 		case err != nil && ctx.Err() == nil:
-			r.cfg.Logger.Warn("relay step failed; trying again", "error", err, "pause", pause)
-			pause = min(2*pause, 5*time.Second)
+			pause = min(2*pause, r.cfg.IdlePoll)
+			u.trouble(err)
 		case worked:
+			u.trouble(nil)
 			pause = busyPoll
 			continue
 		default:
 			pause = min(2*pause, r.cfg.IdlePoll)
+			// A look that finds nothing and takes long (a large backlog behind blocked
+			// keys) must not keep the database busy.
+			pause = max(pause, min(4*u.fetchTook, 10*time.Second))
 		}
 		t := time.NewTimer(pause)
 		select {
@@ -126,118 +188,9 @@ func (r *Relay) Run(ctx context.Context) error {
 	return nil
 }
 
-// step renews the lease when it is time, and publishes one batch. worked: there may
-// be more at once.
-func (r *Relay) step(ctx context.Context) (worked bool, err error) {
-	// First the marks that are owed: a renewal may give up the shares they need.
-	if err := r.markAgain(ctx); err != nil {
-		return false, err
-	}
-	if time.Since(r.renewed) > r.cfg.Lease/4 {
-		sent := time.Now()
-		if _, err := r.q.lease(ctx, r.id, r.cfg.Lease); err != nil {
-			return false, fmt.Errorf("renew the lease: %w", err)
-		}
-		r.renewed = sent
-	}
-	rows, err := r.q.fetch(ctx, r.id, r.cfg.Batch)
-	if err != nil || len(rows) == 0 {
-		return false, err
-	}
-	return r.publish(ctx, rows)
-}
-
-// publish sends rows outside any transaction, bounded by the lease on the local
-// clock from when its renewal was sent.
-func (r *Relay) publish(ctx context.Context, rows []*row) (worked bool, err error) {
-	ms := make([]*brokers.Message, len(rows))
-	for i, w := range rows {
-		ms[i] = w.m
-	}
-	pctx, cancel := context.WithDeadline(ctx, r.renewed.Add(r.cfg.Lease*3/4))
-	results := r.pub.Publish(pctx, ms...)
-	cancel()
-	accepted := 0
-	for i, res := range results {
-		if res.Outcome == brokers.Accepted {
-			accepted++
-			r.unmarked[rows[i].seq] = true
-		}
-	}
-	r.publishedN.Add(int64(accepted))
-	// A batch whose context ended with Run still marks what the broker has accepted.
-	mark, cancel := context.WithTimeout(context.WithoutCancel(ctx), 10*time.Second)
-	defer cancel()
-	if err := r.markAgain(mark); err != nil {
-		return false, err
-	}
-	var trouble error
-	for i, res := range results {
-		if res.Outcome == brokers.Accepted {
-			continue
-		}
-		trouble = res.Err
-		if err := r.notAccepted(mark, rows[i], res, accepted > 0); err != nil {
-			return false, err
-		}
-	}
-	if accepted == 0 {
-		return false, trouble
-	}
-	return true, nil
-}
-
-// markAgain marks what is published and not marked, without publishing it again.
-func (r *Relay) markAgain(ctx context.Context) error {
-	if len(r.unmarked) == 0 {
-		return nil
-	}
-	seqs := make([]int64, 0, len(r.unmarked))
-	for s := range r.unmarked {
-		seqs = append(seqs, s)
-	}
-	n, err := r.q.published(ctx, r.id, seqs)
-	if err != nil {
-		return fmt.Errorf("mark as published: %w", err)
-	}
-	if n < len(seqs) {
-		r.leaseLost.Add(1)
-		r.cfg.Logger.Warn("messages were published but not marked; another relay publishes them again", "count", len(seqs)-n, "error", errLeaseLost)
-		r.renewed = time.Time{}
-	}
-	clear(r.unmarked)
-	return nil
-}
-
-// notAccepted keeps what became of a message that the broker did not accept. What
-// was not sent, or is unknown while nothing got through, counts for nothing.
-func (r *Relay) notAccepted(ctx context.Context, w *row, res brokers.Result, others bool) error {
-	switch res.Outcome {
-	case brokers.Refused:
-		r.refused.Add(1)
-	case brokers.Unknown:
-		r.unknown.Add(1)
-		if !others {
-			return nil
-		}
-	default:
-		return nil
-	}
-	w.attempts++
-	park := w.attempts >= r.cfg.MaxAttempts || brokers.ClassOf(res.Err) == brokers.Permanent
-	delay := r.cfg.Backoff << min(w.attempts-1, 20)
-	if delay <= 0 || delay > r.cfg.MaxBackoff {
-		delay = r.cfg.MaxBackoff
-	}
-	delay = max(delay/2+rand.N(delay/2+1), brokers.RetryAfterOf(res.Err))
-	if park {
-		r.parked.Add(1)
-		r.cfg.Logger.Error("message is parked and blocks its key", "message_id", w.m.ID, "topic", w.m.Topic, "attempts", w.attempts, "error", res.Err)
-	}
-	err := r.q.failed(ctx, r.id, w, delay, park, fmt.Sprint(res.Err))
-	if errors.Is(err, errLeaseLost) {
-		r.leaseLost.Add(1)
-		return nil
-	}
-	return err
+// newRun starts a membership of its own: a relay that was abandoned and one that
+// runs again are two.
+func (r *Relay) newRun() *run {
+	id := uuid.NewString()
+	return &run{Relay: r, id: id, batch: r.cfg.Batch, log: r.cfg.Logger.With("relay", id), tries: map[int64]try{}}
 }

@@ -29,7 +29,13 @@ func Postgres(pool *pgxpool.Pool, opts ...Option) *PostgresOutbox {
 	tx := func(ctx context.Context, fn func(sqldb.Q) error) error {
 		return pgx.BeginFunc(ctx, pool, func(tx pgx.Tx) error { return fn(sqldb.Pgx(tx)) })
 	}
-	return &PostgresOutbox{queue{newEngine(sqldb.Postgres, opts), tx}, pool}
+	walk := func(ctx context.Context, sql string, args []any, each func(func(...any) error) error) error {
+		var b pgx.Batch // one round trip, one transaction
+		b.Queue(sqlWalk)
+		b.Queue(sql, args...).Query(func(rows pgx.Rows) error { return sqldb.EachPgx(rows, each) })
+		return pool.SendBatch(ctx, &b).Close()
+	}
+	return &PostgresOutbox{queue{newEngine(sqldb.Postgres, opts), tx, sqldb.Pgx(pool), walk}, pool}
 }
 
 // Enqueue implements [Writer].
@@ -52,6 +58,16 @@ type SQLOutbox struct {
 	db *sql.DB
 }
 
+func (o *PostgresOutbox) connections() int { return int(o.pool.Config().MaxConns) }
+
+// connections: on SQLite one connection is the rule, and a relay may share it.
+func (o *SQLOutbox) connections() int {
+	if o.dialect == sqldb.SQLite {
+		return 0
+	}
+	return o.db.Stats().MaxOpenConnections
+}
+
 // PostgresDB returns the outbox in a PostgreSQL database behind database/sql.
 func PostgresDB(db *sql.DB, opts ...Option) *SQLOutbox { return newSQL(db, sqldb.Postgres, opts) }
 
@@ -71,7 +87,18 @@ func newSQL(db *sql.DB, d sqldb.Dialect, opts []Option) *SQLOutbox {
 		}
 		return tx.Commit()
 	}
-	return &SQLOutbox{queue{newEngine(d, opts), tx}, db}
+	walk := func(ctx context.Context, sql string, args []any, each func(func(...any) error) error) error {
+		if d == sqldb.SQLite {
+			return sqldb.SQL(db).Query(ctx, sql, args, each)
+		}
+		return tx(ctx, func(q sqldb.Q) error {
+			if err := q.Query(ctx, sqlWalk, nil, func(func(...any) error) error { return nil }); err != nil {
+				return err
+			}
+			return q.Query(ctx, sql, args, each)
+		})
+	}
+	return &SQLOutbox{queue{newEngine(d, opts), tx, sqldb.SQL(db), walk}, db}
 }
 
 // Enqueue implements [Writer].

@@ -21,8 +21,9 @@ CREATE TABLE IF NOT EXISTS outbox_messages (
 	last_error   text
 ) WITH (fillfactor = 80, autovacuum_vacuum_scale_factor = 0.02, autovacuum_vacuum_cost_delay = 0);
 
--- The backlog of a share in order. Published rows leave the index.
-CREATE INDEX IF NOT EXISTS outbox_messages_backlog ON outbox_messages (share, seq) WHERE published_at IS NULL;
+-- The backlog in order: relays walk it from its start and pass over the shares of
+-- others. Published rows leave the index.
+CREATE INDEX IF NOT EXISTS outbox_messages_backlog ON outbox_messages (seq) WHERE published_at IS NULL;
 -- What cleanup may delete.
 CREATE INDEX IF NOT EXISTS outbox_messages_published ON outbox_messages (published_at) WHERE published_at IS NOT NULL;
 -- What blocks its key: parked, or waiting for another try. Few rows.
@@ -31,7 +32,8 @@ CREATE INDEX IF NOT EXISTS outbox_messages_blocked ON outbox_messages (seq) WHER
 -- Relays that live, by their own heartbeats on this database's clock.
 CREATE TABLE IF NOT EXISTS outbox_relays (
 	id      text        PRIMARY KEY,
-	seen_at timestamptz NOT NULL
+	seen_at timestamptz NOT NULL,
+	until   timestamptz NOT NULL -- the end of its lease: from then on it counts no more
 );
 
 -- Who publishes which share: one owner at a time, with a lease and a token that
