@@ -28,6 +28,7 @@ type crashConfig struct {
 	Point         string // where to die; empty: nowhere
 	Marker        string // file that is written just before
 	Messages      int    // the number of effects that end the run
+	Deliveries    int    // and the least number of deliveries
 }
 
 // victim is the message at whose points the child dies. Its key has a second
@@ -35,7 +36,7 @@ type crashConfig struct {
 const victim = "victim"
 
 // crashEffects is what handlers write. No constraint hides a second effect.
-const crashEffects = `CREATE TABLE effects (seq INTEGER, id TEXT)`
+const crashEffects = `CREATE TABLE effects (seq BIGINT, id TEXT)`
 
 // grave is the point where the process dies.
 type grave struct{ point, marker string }
@@ -278,13 +279,13 @@ func crashRun[Tx any](ctx context.Context, c crashConfig, db *database[Tx]) erro
 	var errs [2]error
 	wg.Go(func() { errs[0] = r.Run(run); stop() })
 	wg.Go(func() { errs[1] = relay.Run(run); stop() })
-	err = crashWait(run, c, db, tap)
+	err = crashWait(run, c, db, tap, r.Ready)
 	stop()
 	wg.Wait()
 	return errors.Join(err, errs[0], errs[1], pub.Close(ctx))
 }
 
-func crashWait[Tx any](ctx context.Context, c crashConfig, db *database[Tx], tap crashSource) error {
+func crashWait[Tx any](ctx context.Context, c crashConfig, db *database[Tx], tap crashSource, ready func() error) error {
 	tick := time.NewTicker(10 * time.Millisecond)
 	defer tick.Stop()
 	for {
@@ -298,7 +299,7 @@ func crashWait[Tx any](ctx context.Context, c crashConfig, db *database[Tx], tap
 		if err != nil {
 			return err
 		}
-		if n == 1 && tap.received.Load() >= int64(len(c.Kept)) && tap.unsettled.Load() == 0 {
+		if n == 1 && ready() == nil && tap.received.Load() >= int64(c.Deliveries) && tap.unsettled.Load() == 0 {
 			return nil
 		}
 	}

@@ -51,7 +51,7 @@ func openPostgres(ctx context.Context, dsn string, conns int32) (*database[pgx.T
 	return &database[pgx.Tx]{
 		store: inbox.Postgres(pool), outbox: outbox.Postgres(pool), close: pool.Close,
 		exec: func(ctx context.Context, tx pgx.Tx, q string, args ...any) error {
-			_, err := tx.Exec(ctx, q, args...)
+			_, err := tx.Exec(ctx, sqldb.Postgres.SQL(q, ""), args...)
 			return err
 		},
 		count: func(ctx context.Context, q string) (n int, err error) {
