@@ -26,7 +26,7 @@ type plan struct {
 	consumers, relays int
 	seed              uint64
 
-	consumerKills, cuts, databaseStops, relayKills, brokerKills int
+	consumerKills, cuts, databaseStops, relayKills, brokerKills, rebalances int
 
 	// ahead is how many messages are on their way beyond the next fault, at least: so
 	// that every fault meets work.
@@ -40,6 +40,7 @@ const (
 	cutBroker    = "connections cut"
 	stopDatabase = "database stopped"
 	killBroker   = "broker killed"
+	rebalance    = "partitions moved"
 )
 
 // faults returns the faults of the run in the order of its seed.
@@ -48,7 +49,7 @@ func (p plan) faults() []string {
 	for _, f := range []struct {
 		name string
 		n    int
-	}{{killConsumer, p.consumerKills}, {cutBroker, p.cuts}, {stopDatabase, p.databaseStops}, {killRelay, p.relayKills}, {killBroker, p.brokerKills}} {
+	}{{killConsumer, p.consumerKills}, {cutBroker, p.cuts}, {stopDatabase, p.databaseStops}, {killRelay, p.relayKills}, {killBroker, p.brokerKills}, {rebalance, p.rebalances}} {
 		fs = append(fs, slices.Repeat([]string{f.name}, f.n)...)
 	}
 	r := rand.New(rand.NewPCG(p.seed, 0))
@@ -73,50 +74,98 @@ type driver struct {
 	rand    *rand.Rand
 	workers []*process
 	all     tally
-	logs    string
 	fig     figures
 	config  workerConfig
-	allowed func(n int)
+	prod    *producer
+
+	// How the workers run: as processes, or in this one.
+	launch  func() error
+	land    func() error // in good order
+	idle    func() error // before the end is looked at; nil: nothing
+	strikes map[string]func(ctx context.Context) error
 }
 
-// runChaos runs a plan to its end and checks what is left.
-func runChaos(t *testing.T, p plan, b broker) {
-	t.Logf("seed %d (TWICEPROOF_CHAOS_SEED)", p.seed)
-	d := &driver{t: t, plan: p, broker: b, rand: rand.New(rand.NewPCG(p.seed, 1)), logs: t.TempDir()}
+// newDriver starts the servers and makes the tables.
+func newDriver(t *testing.T, p plan, b broker) *driver {
+	t.Logf("seed %d (%s)", p.seed, envSeed)
+	d := &driver{t: t, plan: p, broker: b, rand: rand.New(rand.NewPCG(p.seed, 1))}
 	d.fig.struck = map[string]int{}
 	b.start(t)
 	d.pg = devtest.OwnPostgres(t)
 	var err error
-	d.db, err = openPostgres(t.Context(), d.pg.URL(), 10)
+	d.db, err = openPostgres(t.Context(), d.pg.URL(), 30)
 	require.NoError(t, err)
-	defer d.db.close()
+	t.Cleanup(d.db.close)
 	require.NoError(t, d.db.setup(t.Context(), effectsTable+";"+businessTables))
-	d.config = workerConfig{DSN: d.pg.URL(), Broker: b.endpoint(), Seed: p.seed, Log: filepath.Join(d.logs, "log")}
-	prod := &producer{db: d.db, topic: b.endpoint().Name, keys: p.keys, total: p.messages, seed: p.seed}
-	d.allowed = func(n int) { prod.allowed.Store(int64(n)) }
+	d.config = workerConfig{DSN: d.pg.URL(), Broker: b.endpoint(), Seed: p.seed, Log: filepath.Join(t.TempDir(), "log")}
+	d.prod = &producer{db: d.db, topic: b.endpoint().Name, keys: p.keys, total: p.messages, seed: p.seed}
+	d.strikes = map[string]func(ctx context.Context) error{
+		cutBroker:    d.cut,
+		stopDatabase: func(ctx context.Context) error { return errors.Join(d.pg.Stop(true), d.pg.Start(ctx)) },
+		killBroker:   b.restart,
+	}
+	return d
+}
 
+func (d *driver) cut(ctx context.Context) error {
+	n, err := d.broker.cut(ctx)
+	d.fig.cutOff += n
+	if n == 0 && err == nil {
+		err = errors.New("there was no connection to cut")
+	}
+	return err
+}
+
+// runChaos runs a plan with worker processes.
+func runChaos(t *testing.T, p plan, b broker) {
+	d := newDriver(t, p, b)
+	d.launch, d.land = d.launchProcesses, d.stopProcesses
+	d.strikes[killConsumer] = func(context.Context) error { return d.killConsumer() }
+	d.strikes[killRelay] = d.killRelay
 	defer d.killAll()
+	d.run()
+}
+
+// run carries the plan out and checks what is left.
+func (d *driver) run() {
 	began := time.Now()
-	for range p.consumers {
-		d.workers = append(d.workers, d.start("consumer"))
-	}
-	for range p.relays {
-		d.workers = append(d.workers, d.start("relay"))
-	}
-	producing, stopProducing := context.WithCancel(t.Context())
+	err := d.launch()
+	producing, stopProducing := context.WithCancel(d.t.Context())
+	defer stopProducing()
 	produced := make(chan error, 1)
-	go func() { produced <- prod.run(producing) }()
-	err = d.drive()
+	go func() { produced <- d.prod.run(producing) }()
+	if err == nil {
+		err = d.drive()
+	}
 	if err != nil {
 		stopProducing()
 	}
-	err = errors.Join(err, <-produced)
-	stopProducing()
-	if err == nil {
+	if err = errors.Join(err, <-produced); err == nil {
 		err = d.finish()
 	}
 	d.fig.took = time.Since(began)
-	d.check(prod, err)
+	d.check(d.prod, err)
+}
+
+func (d *driver) allowed(n int) { d.prod.allowed.Store(int64(n)) }
+
+func (d *driver) launchProcesses() error {
+	for range d.plan.consumers {
+		d.workers = append(d.workers, d.start("consumer"))
+	}
+	for range d.plan.relays {
+		d.workers = append(d.workers, d.start("relay"))
+	}
+	return nil
+}
+
+func (d *driver) stopProcesses() error {
+	var errs []error
+	for _, w := range d.workers {
+		errs = append(errs, w.stop())
+	}
+	d.workers = nil
+	return errors.Join(errs...)
 }
 
 func (d *driver) start(kind string) *process {
@@ -177,24 +226,7 @@ func (d *driver) await(what string, ok func() bool) error {
 func (d *driver) strike(fault string) error {
 	ctx, cancel := context.WithTimeout(d.t.Context(), time.Minute)
 	defer cancel()
-	switch fault {
-	case killConsumer:
-		return d.killConsumer()
-	case killRelay:
-		return d.killRelay(ctx)
-	case cutBroker:
-		n, err := d.broker.cut(ctx)
-		d.fig.cutOff += n
-		if n == 0 && err == nil {
-			err = errors.New("there was no connection to cut")
-		}
-		return err
-	case stopDatabase:
-		return errors.Join(d.pg.Stop(true), d.pg.Start(ctx))
-	case killBroker:
-		return d.broker.restart(ctx)
-	}
-	return errors.New("unknown fault")
+	return d.strikes[fault](ctx)
 }
 
 // killConsumer kills one that has transactions open. A kill that hit none does not
@@ -254,6 +286,11 @@ func (d *driver) killRelay(ctx context.Context) error {
 
 // finish waits until nothing is left to do, and ends the workers in good order.
 func (d *driver) finish() error {
+	if d.idle != nil {
+		if err := d.idle(); err != nil {
+			return err
+		}
+	}
 	looked := time.Time{}
 	err := d.await("everything is done", func() bool {
 		if time.Since(looked) < 100*time.Millisecond {
@@ -270,12 +307,7 @@ func (d *driver) finish() error {
 		left, err := d.broker.left(ctx)
 		return err == nil && left == 0
 	})
-	errs := []error{err}
-	for _, w := range d.workers {
-		errs = append(errs, w.stop())
-	}
-	d.workers = nil
-	return errors.Join(errs...)
+	return errors.Join(err, d.land())
 }
 
 func (d *driver) killAll() {
@@ -358,7 +390,7 @@ type row struct {
 
 func (d *driver) table(r counted, prod *producer) string {
 	rows := []row{{"seed", d.plan.seed}, {"seconds", fmt.Sprintf("%.1f", d.fig.took.Seconds())}}
-	for _, f := range []string{killConsumer, cutBroker, stopDatabase, killRelay, killBroker} {
+	for _, f := range []string{killConsumer, cutBroker, stopDatabase, killRelay, killBroker, rebalance} {
 		rows = append(rows, row{f, d.fig.struck[f]})
 	}
 	d.all.mu.Lock()

@@ -78,7 +78,7 @@ func workerMain(kind string, c workerConfig) error {
 		return err
 	}
 	return untilDone(ctx, func() error {
-		r, err := newConsumer(db, src, c.Seed, report(os.Stdout), log, c.Broker.Ordered)
+		r, err := newConsumer(db, src, c.Seed, report(os.Stdout), log, c.Broker.Ordered, 0)
 		if err != nil {
 			return err
 		}
@@ -118,7 +118,7 @@ func relayMain(ctx context.Context, c workerConfig, db *database[pgx.Tx], log *s
 
 // newConsumer makes the consumer of a run: its handler writes one effect, and 2 % of
 // the messages fail once or twice after that.
-func newConsumer(db *database[pgx.Tx], src brokers.Source, seed uint64, rep reporter, log *slog.Logger, ordered bool) (*consumer.Runner, error) {
+func newConsumer(db *database[pgx.Tx], src brokers.Source, seed uint64, rep reporter, log *slog.Logger, ordered bool, drain time.Duration) (*consumer.Runner, error) {
 	handler := func(ctx context.Context, tx pgx.Tx, m *consumer.Message) error {
 		n, err := strconv.Atoi(string(m.Payload))
 		if err != nil {
@@ -135,7 +135,7 @@ func newConsumer(db *database[pgx.Tx], src brokers.Source, seed uint64, rep repo
 	return consumer.New[pgx.Tx](reportingStore[pgx.Tx]{db.store, rep}, reportingSource{src, rep}, handler, consumer.Config{
 		Name: "chaos", Concurrency: workerConcurrency, RequireOrder: ordered, Tries: 1,
 		Backoff: 50 * time.Millisecond, MaxBackoff: 500 * time.Millisecond,
-		HandlerTimeout: 2 * time.Second, ClaimTimeout: 2 * time.Second, Grace: 500 * time.Millisecond,
+		DrainTimeout: drain, HandlerTimeout: 2 * time.Second, ClaimTimeout: 2 * time.Second, Grace: 500 * time.Millisecond,
 		Logger: log, Hooks: consumer.Hooks{Held: func(m *consumer.Message, reason string, _ error) {
 			rep(reportHeld, m.ID)
 			if reason == inbox.ReasonDead || reason == inbox.ReasonCrashLoop || reason == inbox.ReasonConflict || reason == inbox.ReasonTxEnded {
