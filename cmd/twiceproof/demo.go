@@ -11,8 +11,10 @@ import (
 	"path/filepath"
 	"time"
 
+	"github.com/google/uuid"
 	"github.com/jackc/pgx/v5"
 	"github.com/jackc/pgx/v5/pgxpool"
+	amqp "github.com/rabbitmq/amqp091-go"
 	"github.com/spf13/cobra"
 	_ "modernc.org/sqlite" // the demo's default database
 
@@ -139,30 +141,69 @@ func demoBroker(ctx context.Context, name, url string) (demo.Broker, func(), err
 			Source: func() brokers.Source { return b.Source(demo.Topic) },
 			Empty:  func(context.Context) (bool, error) { return b.Len(demo.Topic) == 0, nil }}, func() {}, nil
 	case "rabbitmq":
-		queue := fmt.Sprintf("%s.%d", demo.Topic, time.Now().UnixNano())
-		source := func() brokers.Source {
-			s, err := rabbitmq.NewSource(rabbitmq.SourceConfig{URL: url, Queue: queue, Topology: rabbitmq.Declare})
-			if err != nil {
-				return failedSource{err: err}
-			}
-			return s
-		}
-		pub, err := rabbitmq.NewPublisher(rabbitmq.PublisherConfig{URL: url, Route: func(*brokers.Message) (string, string) { return "", queue }})
-		if err != nil {
-			return demo.Broker{}, nil, err
-		}
-		first := source()
-		if _, err := first.Open(ctx, brokers.OpenOptions{Consumer: "demo"}); err != nil {
-			return demo.Broker{}, nil, err
-		}
-		if err := first.Close(ctx); err != nil {
-			return demo.Broker{}, nil, err
-		}
-		quiet := 0
-		return demo.Broker{Name: "rabbitmq", Publisher: twice{pub}, Source: source,
-			Empty: func(ctx context.Context) (bool, error) { quiet++; return quiet > 10, nil }}, func() { _ = pub.Close(context.WithoutCancel(ctx)) }, nil
+		return demoRabbitMQ(ctx, url)
 	}
 	return demo.Broker{}, nil, usageError{fmt.Errorf("--broker %q: use memory or rabbitmq", name)}
+}
+
+// demoRabbitMQ makes queues of this run's own. The function it returns deletes them.
+func demoRabbitMQ(ctx context.Context, url string) (demo.Broker, func(), error) {
+	queue := demo.Topic + "." + uuid.NewString()
+	dead := queue + ".dead"
+	source := func() brokers.Source {
+		s, err := rabbitmq.NewSource(rabbitmq.SourceConfig{URL: url, Queue: queue, Topology: rabbitmq.Declare, DeadLetterQueue: dead})
+		if err != nil {
+			return failedSource{err: err}
+		}
+		return s
+	}
+	pub, err := rabbitmq.NewPublisher(rabbitmq.PublisherConfig{URL: url, Route: func(*brokers.Message) (string, string) { return "", queue }})
+	if err != nil {
+		return demo.Broker{}, nil, err
+	}
+	first := source()
+	_, err = first.Open(ctx, brokers.OpenOptions{Consumer: "demo"})
+	if err = errors.Join(err, first.Close(ctx)); err != nil {
+		return demo.Broker{}, nil, errors.Join(err, pub.Close(ctx))
+	}
+	conn, err := amqp.Dial(url)
+	if err != nil {
+		return demo.Broker{}, nil, errors.Join(fmt.Errorf("connect to RabbitMQ: %w", err), pub.Close(ctx))
+	}
+	empty := func(context.Context) (bool, error) {
+		left := 0
+		err := onChannel(conn, func(ch *amqp.Channel) error {
+			for _, q := range []string{queue, dead} {
+				state, err := ch.QueueDeclarePassive(q, true, false, false, false, nil)
+				if err != nil {
+					return err
+				}
+				left += state.Messages
+			}
+			return nil
+		})
+		return left == 0, err
+	}
+	closeAll := func() {
+		_ = pub.Close(context.WithoutCancel(ctx))
+		_ = onChannel(conn, func(ch *amqp.Channel) error {
+			_, err := ch.QueueDelete(queue, false, false, false)
+			_, err2 := ch.QueueDelete(dead, false, false, false)
+			return errors.Join(err, err2)
+		})
+		_ = conn.Close()
+	}
+	return demo.Broker{Name: "rabbitmq", Publisher: twice{pub}, Source: source, Empty: empty}, closeAll, nil
+}
+
+// onChannel runs fn on a channel of its own: any refusal closes the channel.
+func onChannel(conn *amqp.Connection, fn func(*amqp.Channel) error) error {
+	ch, err := conn.Channel()
+	if err != nil {
+		return err
+	}
+	defer ch.Close() //nolint:errcheck // after a refusal it is closed already
+	return fn(ch)
 }
 
 // twice publishes everything twice, as a relay does that died before its mark.

@@ -42,9 +42,13 @@ type Broker struct {
 	Publisher brokers.Publisher
 	// Source returns a new subscription.
 	Source func() brokers.Source
-	// Empty reports whether nothing is left.
+	// Empty reports whether the broker stores nothing. It may leave out what a
+	// consumer has in hand: it is asked again when there is none.
 	Empty func(ctx context.Context) (bool, error)
 }
+
+// consumerName is the consumer's name in the inbox.
+const consumerName = "demo"
 
 // Database is the database of the demo, with its transaction type.
 type Database[Tx any] struct {
@@ -167,12 +171,13 @@ func (d *demo[Tx]) produce(ctx context.Context) error {
 // consume runs the consumer, crashing it on the way, until the broker is empty.
 func (d *demo[Tx]) consume(ctx context.Context) error {
 	for n := 1; ; n++ {
-		tap := &tap[Tx]{Source: d.b.Source(), d: d}
+		store, src := breakRunner(d.db.Store, d.b.Source())
+		tap := &tap[Tx]{Source: src, d: d}
 		if n <= d.cfg.Crashes {
 			tap.crashAfter = int64(max(3, d.cfg.Messages/(d.cfg.Crashes+2)))
 			tap.inHandler = n%2 == 0
 		}
-		r, err := consumer.New(d.db.Store, tap, tap.handle, consumer.Config{Name: "demo", DrainTimeout: time.Millisecond,
+		r, err := consumer.New(store, tap, tap.handle, consumer.Config{Name: consumerName, DrainTimeout: time.Millisecond,
 			Backoff: 20 * time.Millisecond, MaxBackoff: 100 * time.Millisecond, Concurrency: d.concurrency(), Logger: d.cfg.Logger})
 		if err != nil {
 			return err
@@ -187,7 +192,13 @@ func (d *demo[Tx]) consume(ctx context.Context) error {
 			return err
 		}
 		if !tap.crashed.Load() {
-			return finished
+			// Now that nobody has anything in hand, the broker's count is exact, unless it
+			// is still taking back what the consumer gave back at its end: one more look.
+			empty, err := d.empty(ctx)
+			if empty && tap.unsettled.Load() == 0 || err != nil || finished != nil {
+				return errors.Join(finished, err)
+			}
+			continue
 		}
 		if ctx.Err() != nil {
 			return fmt.Errorf("not finished after %s", d.cfg.Timeout)
@@ -210,30 +221,35 @@ func (d *demo[Tx]) concurrency() int {
 	return 4
 }
 
-// wait returns once everything is published, delivered and settled.
+// wait returns once everything looks published, delivered and settled.
 func (d *demo[Tx]) wait(ctx context.Context) error {
-	quiet := 0
-	for quiet < 3 {
+	for quiet := 0; quiet < 3; {
 		select {
 		case <-ctx.Done():
 			return fmt.Errorf("not finished after %s", d.cfg.Timeout)
 		case <-time.After(100 * time.Millisecond):
 		}
-		left, err := d.db.Count(ctx, `SELECT (SELECT count(*) FROM outbox_messages WHERE published_at IS NULL) + (SELECT count(*) FROM held_messages)`)
-		empty := false
-		if err == nil && left == 0 {
-			empty, err = d.b.Empty(ctx)
-		}
-		if err != nil && ctx.Err() == nil {
+		empty, err := d.empty(ctx)
+		switch {
+		case err != nil && ctx.Err() == nil:
 			return err
-		}
-		if empty {
+		case empty:
 			quiet++
-		} else {
+		default:
 			quiet = 0
 		}
 	}
 	return nil
+}
+
+// empty reports whether nothing waits to be published, retried or delivered.
+func (d *demo[Tx]) empty(ctx context.Context) (bool, error) {
+	// In this order: what leaves the outbox is on the broker by then.
+	left, err := d.db.Count(ctx, `SELECT (SELECT count(*) FROM outbox_messages WHERE published_at IS NULL) + (SELECT count(*) FROM held_messages)`)
+	if err != nil || left > 0 {
+		return false, err
+	}
+	return d.b.Empty(ctx)
 }
 
 // tap is the place on the wire where the demo breaks things: it lets a naive
@@ -245,6 +261,7 @@ type tap[Tx any] struct {
 	inHandler  bool
 	crash      context.CancelFunc
 	settles    atomic.Int64
+	unsettled  atomic.Int64 // received, and not settled as done: it comes again
 	crashed    atomic.Bool
 }
 
@@ -252,6 +269,7 @@ type tap[Tx any] struct {
 // comes once.
 func (t *tap[Tx]) Receive(ctx context.Context, n int) ([]*brokers.Delivery, error) {
 	ds, err := t.Source.Receive(ctx, n)
+	t.unsettled.Add(int64(len(ds)))
 	for _, d := range ds {
 		var u topUp
 		if json.Unmarshal(d.Payload, &u) == nil {
@@ -275,7 +293,13 @@ func (t *tap[Tx]) Settle(ctx context.Context, ss ...brokers.Settlement) []error 
 		}
 		return errs
 	}
-	return t.Source.Settle(ctx, ss...)
+	errs := t.Source.Settle(ctx, ss...)
+	for i, s := range ss {
+		if s.Verb == brokers.Done && (errs == nil || errs[i] == nil) {
+			t.unsettled.Add(-1)
+		}
+	}
+	return errs
 }
 
 func (t *tap[Tx]) die() {
