@@ -76,7 +76,8 @@ func TestRealPostgresStopsAndComesBack(t *testing.T) {
 	<-stopped
 	eventually(t, "unhealthy", func() bool { return r.Healthy() != nil })
 	require.NoError(t, server.Start(context.WithoutCancel(t.Context())))
-	require.Eventually(t, func() bool { return r.Stats().Processed >= 100 }, 60*time.Second, 20*time.Millisecond)
+	require.Eventually(t, func() bool { s := r.Stats(); return s.Processed+s.Duplicates >= 100 }, 60*time.Second, 20*time.Millisecond,
+		"a commit whose answer the stop took counts as a duplicate when it is claimed again")
 	require.NoError(t, r.stop())
 	require.Equal(t, 100, db.query(t, `SELECT count(DISTINCT id) FROM effects`))
 	require.Equal(t, 100, db.query(t, `SELECT count(*) FROM effects`))
