@@ -36,7 +36,8 @@ type Config struct {
 	// each. Never change it, and never derive it from code.
 	Name string
 	// Concurrency is the number of messages in work at once. 0: the store's pool size
-	// less 2, at most 16, at least 1; 1 on SQLite.
+	// less 2, at most 16, at least 1; 1 on SQLite. On PostgreSQL the pool must have two
+	// connections more; one without a limit counts as 18.
 	Concurrency int
 	// Order: ByKey unless said otherwise.
 	Order Order
@@ -119,14 +120,19 @@ func (c Config) withDefaults(pool int, singleWriter bool) (Config, error) {
 	if c.Concurrency < 0 || c.Room < 0 || c.Tries < 0 || c.MaxAttempts < 0 || c.MaxHeld < 0 {
 		bad("Concurrency, Room, Tries, MaxAttempts and MaxHeld must not be negative")
 	}
-	if !singleWriter && pool > 0 && c.Concurrency > 0 && c.Concurrency+2 > pool {
-		bad("Concurrency %d needs a pool of %d connections (one each and two to spare), but it has %d: raise MaxConns (pool_max_conns in the URL) or lower Concurrency",
-			c.Concurrency, c.Concurrency+2, pool)
+	unlimited := pool <= 0
+	if unlimited {
+		pool = unlimitedPool
+	}
+	if !singleWriter && c.Concurrency > 0 && c.Concurrency+2 > pool {
+		if unlimited {
+			bad("Concurrency %d needs %d connections, and this pool has no limit: set one that the server can bear (SetMaxOpenConns(%[2]d))", c.Concurrency, c.Concurrency+2)
+		} else {
+			bad("Concurrency %d needs a pool of %d connections (one each and two to spare), but it has %d: raise MaxConns (pool_max_conns in the URL; SetMaxOpenConns) or lower Concurrency",
+				c.Concurrency, c.Concurrency+2, pool)
+		}
 	}
 	if c.Concurrency == 0 {
-		if pool == 0 {
-			pool = 18
-		}
 		c.Concurrency = max(1, min(16, pool-2))
 		if singleWriter {
 			c.Concurrency = 1
@@ -155,6 +161,9 @@ func (c Config) withDefaults(pool int, singleWriter bool) (Config, error) {
 	}
 	return c, nil
 }
+
+// unlimitedPool is what a pool without a limit counts as.
+const unlimitedPool = 18
 
 func def[T comparable](v *T, d T) {
 	var zero T

@@ -28,6 +28,7 @@ type database struct {
 	name  string
 	query func(t *testing.T, sql string) int
 	do    func(t *testing.T, sql string)
+	store any  // inbox.Store of its Tx
 	cut   *cut // what goes wrong between the runner and the store
 	// start runs a consumer whose handler inserts an effect and then calls fn.
 	start func(t *testing.T, src brokers.Source, cfg consumer.Config, fn handlerFunc) *running
@@ -126,7 +127,7 @@ func sqlite(t *testing.T) database {
 	_, err = db.Exec(effects)
 	require.NoError(t, err)
 	c := &cut{}
-	return database{"sqlite", sqlQuery(db), sqlDo(db), c, func(t *testing.T, src brokers.Source, cfg consumer.Config, fn handlerFunc) *running {
+	return database{"sqlite", sqlQuery(db), sqlDo(db), inbox.SQLite(db), c, func(t *testing.T, src brokers.Source, cfg consumer.Config, fn handlerFunc) *running {
 		return launch[*sql.Tx](t, inbox.SQLite(db), c, src, cfg, sqlHandler(fn))
 	}}
 }
@@ -174,7 +175,7 @@ func onPool(t *testing.T, direct, pool *pgxpool.Pool) database {
 		require.NoError(t, err)
 	}
 	c := &cut{}
-	return database{"postgres", query, do, c, func(t *testing.T, src brokers.Source, cfg consumer.Config, fn handlerFunc) *running {
+	return database{"postgres", query, do, inbox.Postgres(pool), c, func(t *testing.T, src brokers.Source, cfg consumer.Config, fn handlerFunc) *running {
 		return launch[pgx.Tx](t, inbox.Postgres(pool), c, src, cfg, func(ctx context.Context, tx pgx.Tx, m *consumer.Message) error {
 			return fn(ctx, func(q string, args ...any) error {
 				_, err := tx.Exec(ctx, q, args...)
@@ -194,7 +195,7 @@ func postgresDB(t *testing.T) database {
 	_, err = db.Exec(effects)
 	require.NoError(t, err)
 	c := &cut{}
-	return database{"postgresdb", sqlQuery(db), sqlDo(db), c, func(t *testing.T, src brokers.Source, cfg consumer.Config, fn handlerFunc) *running {
+	return database{"postgresdb", sqlQuery(db), sqlDo(db), inbox.PostgresDB(db), c, func(t *testing.T, src brokers.Source, cfg consumer.Config, fn handlerFunc) *running {
 		return launch[*sql.Tx](t, inbox.PostgresDB(db), c, src, cfg, func(ctx context.Context, tx *sql.Tx, m *consumer.Message) error {
 			return fn(ctx, func(q string, args ...any) error {
 				_, err := tx.ExecContext(ctx, q, args...)

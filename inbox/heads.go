@@ -3,6 +3,7 @@ package inbox
 import (
 	"context"
 	"fmt"
+	"strings"
 	"time"
 
 	"github.com/twiceproof/twiceproof/internal/sqldb"
@@ -183,6 +184,21 @@ func (e *engine) heldStats(ctx context.Context, q sqldb.Q, consumer int16) (s He
 	return s, err
 }
 
+// unusable says what to do about a database that does not answer.
+func unusable(state string, err error) error {
+	switch {
+	case state == "3D000":
+		return fmt.Errorf("the database does not exist; check its name in the URL: %w", err)
+	case strings.HasPrefix(state, "28"):
+		return fmt.Errorf("the database refuses the login; check user and password in the URL: %w", err)
+	case state == "42501":
+		return fmt.Errorf("the database refuses access to the inbox tables; grant SELECT, INSERT, UPDATE and DELETE on them: %w", err)
+	case state == "":
+		return fmt.Errorf("the database does not answer; check host and port in the URL, and that it runs: %w", err)
+	}
+	return fmt.Errorf("check the inbox: %w", err)
+}
+
 // check says whether the tables are there and can be written.
 func (e *engine) check(ctx context.Context, q sqldb.Q) error {
 	for _, probe := range []string{
@@ -197,7 +213,7 @@ func (e *engine) check(ctx context.Context, q sqldb.Q) error {
 		case err != nil && e.dialect == sqldb.SQLite:
 			return fmt.Errorf("inbox tables cannot be read; if they are missing, run `twiceproof migrate up`: %w", err)
 		case err != nil:
-			return fmt.Errorf("check the inbox: %w", err)
+			return unusable(s, err)
 		}
 	}
 	if e.dialect == sqldb.SQLite {
