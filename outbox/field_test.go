@@ -76,11 +76,6 @@ func postgres(t *testing.T, conns int32, edit ...func(*pgxpool.Config)) *pgxpool
 	return pool
 }
 
-func countRows(t *testing.T, pool *pgxpool.Pool) (n int) {
-	require.NoError(t, pool.QueryRow(t.Context(), `SELECT count(*) FROM outbox_messages`).Scan(&n))
-	return n
-}
-
 // A message that no queue gets is not lost, and it is sent once there is one.
 // eventuate-tram/eventuate-tram-core#194, rabbitmq/rabbitmq-server#2178.
 func TestUnroutableMessageWaitsUntilSomebodyBindsAQueue(t *testing.T) {

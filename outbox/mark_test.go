@@ -199,3 +199,22 @@ func TestRelayOnAPoolOfOneIsRefused(t *testing.T) {
 	_, err = NewRelay(Postgres(devtest.PostgresPool(t, 2)), pub, RelayConfig{})
 	require.NoError(t, err)
 }
+
+// What the documentation says of the defaults: a message that fails while others pass
+// is parked after about an hour.
+func TestDefaultAttemptsLastAboutAnHour(t *testing.T) {
+	t.Parallel()
+	var least, most time.Duration
+	for n := 1; n < 20; n++ {
+		d := min(time.Second<<(n-1), 5*time.Minute)
+		least, most = least+d/2, most+d
+		for range 100 {
+			got := backoff(time.Second, 5*time.Minute, n)
+			require.GreaterOrEqual(t, got, d/2)
+			require.LessOrEqual(t, got, d)
+		}
+	}
+	require.Greater(t, least, 25*time.Minute)
+	require.Less(t, most, 75*time.Minute)
+	require.LessOrEqual(t, backoff(time.Second, 5*time.Minute, 1_000_000), 5*time.Minute)
+}

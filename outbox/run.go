@@ -188,17 +188,20 @@ func (u *run) publish(ctx context.Context, rows []*row) (worked bool, err error)
 }
 
 // fit keeps a Publish well within the lease, by what the publisher got done: one that
-// is cut short leaves a message with an unknown outcome, which is sent again.
+// is cut short leaves a message with an unknown outcome, which is sent again. One
+// that got nothing done was not slow; it hung.
 func (u *run) fit(took time.Duration, results []brokers.Result) {
 	switch {
 	case took > u.cfg.Lease/4:
 		done := 0
 		for _, r := range results {
-			if r.Outcome != brokers.NotSent {
+			if r.Outcome == brokers.Accepted {
 				done++
 			}
 		}
-		u.batch = max(1, done/2)
+		if done > 0 {
+			u.batch = max(1, done/2)
+		}
 	case took < u.cfg.Lease/16:
 		u.batch = min(u.cfg.Batch, 2*u.batch)
 	}

@@ -77,7 +77,7 @@ func hangs[Tx any](e *env[Tx]) {
 	}}
 	e.enqueue(message("hangs", "k"), message("behind", "k"))
 	e.enqueue(messages("", numbered("free", 5)...)...)
-	r, _ := e.start(&s, outbox.RelayConfig{MaxAttempts: 2, Lease: shortLease})
+	r, _ := e.start(&s, outbox.RelayConfig{MaxAttempts: 2, Lease: shortLease, Backoff: 100 * time.Millisecond, MaxBackoff: time.Second})
 	n := 5
 	e.eventually("it is parked", func() bool {
 		if r.Stats().Unknown > int64(n-5) {
