@@ -20,6 +20,7 @@ type job struct {
 	item     *inbox.Item
 	defect   error // why the message can only be held
 	received time.Time
+	arrival  uint64 // the deliveries' order
 
 	ctx context.Context // what the interceptors gave, nil without
 	err error           // how the last run ended, for the interceptors

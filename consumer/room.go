@@ -23,6 +23,9 @@ func newRoom(n int, bytes int64) *room {
 // free waits for room and returns for how many messages there is.
 func (r *room) free(ctx context.Context) (int, bool) {
 	for {
+		if !sleep(ctx, moment) { // what is freed together counts together
+			return 0, false
+		}
 		r.mu.Lock()
 		n := r.max - r.n
 		if r.mean > 0 {

@@ -321,9 +321,9 @@ func sleep(ctx context.Context, d time.Duration) bool {
 
 // accept queues a delivery.
 func (l *loop[Tx]) accept(d *brokers.Delivery) {
-	l.st.stats.received.Add(1)
+	n := l.st.stats.received.Add(1)
 	l.room.take(d.Size())
-	j := &job{d: d, received: time.Now()}
+	j := &job{d: d, received: time.Now(), arrival: uint64(n)}
 	var key []byte
 	switch l.cfg.Order {
 	case ByKey:

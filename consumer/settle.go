@@ -1,8 +1,10 @@
 package consumer
 
 import (
+	"cmp"
 	"context"
 	"errors"
+	"slices"
 	"sync"
 	"time"
 
@@ -15,7 +17,7 @@ type settler struct {
 	settle  func(ctx context.Context, ss ...brokers.Settlement) []error
 	done    func(j *job, err error)
 	linger  time.Duration
-	batch   int
+	batch   int // sent at once when there are as many
 	mu      sync.Mutex
 	pending []settlement
 	closed  bool
@@ -29,7 +31,7 @@ type settlement struct {
 }
 
 func newSettler[Tx any](l *loop[Tx]) *settler {
-	return &settler{settle: l.src.Settle, linger: l.caps.SettleLinger, batch: max(1, l.caps.SettleBatch), wake: make(chan struct{}, 1),
+	return &settler{settle: l.src.Settle, linger: max(l.caps.SettleLinger, moment), batch: cmp.Or(l.caps.SettleBatch, 500), wake: make(chan struct{}, 1),
 		done: func(j *job, err error) {
 			l.room.give(j.d.Size())
 			switch {
@@ -71,7 +73,7 @@ func (s *settler) run() {
 		for {
 			s.mu.Lock()
 			work, closed := s.pending, s.closed
-			if s.linger > 0 && !closed && len(work) > 0 && len(work) < s.batch {
+			if !closed && len(work) > 0 && len(work) < s.batch {
 				s.mu.Unlock()
 				time.Sleep(s.linger)
 				s.mu.Lock()
@@ -90,7 +92,12 @@ func (s *settler) run() {
 	}
 }
 
+// moment is long enough for what is done together to be sent together. In virtual
+// time nothing else makes a batch the same in every run.
+const moment = time.Microsecond
+
 func (s *settler) send(work []settlement) {
+	slices.SortFunc(work, func(a, b settlement) int { return cmp.Compare(a.job.arrival, b.job.arrival) })
 	ss := make([]brokers.Settlement, len(work))
 	for i, w := range work {
 		ss[i] = brokers.Settlement{Delivery: w.job.d, Verb: w.verb}
