@@ -87,34 +87,7 @@ func TestConformancePostgres(t *testing.T) {
 	inboxtest.Run(t, inboxtest.Config[pgx.Tx]{Expected: "testdata/conformance-postgres.txt", New: func(t *testing.T) inboxtest.Fixture[pgx.Tx] {
 		pool := pgPool(t)
 		proxied, proxy := pgproxy.Between(t, pool)
-		return inboxtest.Fixture[pgx.Tx]{
-			Store: inbox.Postgres(proxied), Other: inbox.Postgres(pool), Aborts: true, Guarded: true, LoseCommits: loser(proxy),
-			Exec: func(ctx context.Context, tx pgx.Tx, q string, args ...any) error {
-				_, err := tx.Exec(ctx, q, args...)
-				return err
-			},
-			Do: func(q string, args ...any) error {
-				_, err := pool.Exec(context.Background(), q, args...)
-				return err
-			},
-			Count: func(q string) (n int, err error) { return n, pool.QueryRow(context.Background(), q).Scan(&n) },
-			End: func(ctx context.Context, tx pgx.Tx, commit bool) error {
-				q := "ROLLBACK"
-				if commit {
-					q = "COMMIT"
-				}
-				_, err := tx.Exec(ctx, q)
-				return err
-			},
-			Lose: func(ctx context.Context, tx pgx.Tx) error {
-				var pid int
-				if err := tx.QueryRow(ctx, `SELECT pg_backend_pid()`).Scan(&pid); err != nil {
-					return err
-				}
-				_, err := pool.Exec(ctx, `SELECT pg_terminate_backend($1)`, pid)
-				return err
-			},
-		}
+		return pgxFixture(pool, proxied, proxy)
 	}})
 }
 
@@ -137,4 +110,42 @@ func TestConformancePostgresDB(t *testing.T) {
 		}
 		return f
 	}})
+}
+
+func pgxFixture(pool, proxied *pgxpool.Pool, proxy *pgproxy.Proxy) inboxtest.Fixture[pgx.Tx] {
+	return inboxtest.Fixture[pgx.Tx]{
+		Store: inbox.Postgres(proxied), Other: inbox.Postgres(pool), Aborts: true, Guarded: true, LoseCommits: loser(proxy),
+		Exec: func(ctx context.Context, tx pgx.Tx, q string, args ...any) error {
+			_, err := tx.Exec(ctx, q, args...)
+			return err
+		},
+		Do: func(q string, args ...any) error {
+			_, err := pool.Exec(context.Background(), q, args...)
+			return err
+		},
+		Count: func(q string) (n int, err error) { return n, pool.QueryRow(context.Background(), q).Scan(&n) },
+		End: func(ctx context.Context, tx pgx.Tx, commit bool) error {
+			q := "ROLLBACK"
+			if commit {
+				q = "COMMIT"
+			}
+			_, err := tx.Exec(ctx, q)
+			return err
+		},
+		Lose: func(ctx context.Context, tx pgx.Tx) error {
+			var pid int
+			if err := tx.QueryRow(ctx, `SELECT pg_backend_pid()`).Scan(&pid); err != nil {
+				return err
+			}
+			_, err := pool.Exec(ctx, `SELECT pg_terminate_backend($1)`, pid)
+			return err
+		},
+	}
+}
+
+func newPool(t *testing.T, cfg *pgxpool.Config) *pgxpool.Pool {
+	pool, err := pgxpool.NewWithConfig(t.Context(), cfg)
+	require.NoError(t, err)
+	t.Cleanup(pool.Close)
+	return pool
 }

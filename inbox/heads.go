@@ -226,5 +226,22 @@ func (e *engine) check(ctx context.Context, q sqldb.Q) error {
 	if readOnly == "on" {
 		return fmt.Errorf("the database is read-only; connect to the primary (target_session_attrs=read-write)")
 	}
+	return e.checkUnique(ctx, q)
+}
+
+// A table that was partitioned by time has that time in its unique key, and then the
+// same ID twice.
+const sqlUniqueKey = `SELECT count(*) FROM pg_index i WHERE i.indrelid = '{s}processed_messages'::regclass AND i.indisunique AND i.indisvalid
+	AND i.indpred IS NULL AND i.indnkeyatts = 2 AND (SELECT array_agg(a.attname::text ORDER BY a.attname) FROM pg_attribute a
+		WHERE a.attrelid = i.indrelid AND a.attnum = ANY (i.indkey)) = '{consumer_id,message_id}'`
+
+func (e *engine) checkUnique(ctx context.Context, q sqldb.Q) error {
+	n := 0
+	if _, err := sqldb.QueryRow(ctx, q, e.sql(sqlUniqueKey), nil, &n); err != nil {
+		return fmt.Errorf("check the inbox: %w", err)
+	}
+	if n == 0 {
+		return fmt.Errorf("processed_messages has no unique key of exactly (consumer_id, message_id), so that one message could be processed twice: restore its primary key")
+	}
 	return nil
 }
