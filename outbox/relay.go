@@ -164,6 +164,7 @@ func (r *Relay) Run(ctx context.Context) error {
 		case err != nil && ctx.Err() == nil:
 			pause = min(2*pause, r.cfg.IdlePoll)
 			u.trouble(err)
+			nudged = nil // writers must not drive the tries of an outage
 		case worked:
 			u.trouble(nil)
 			pause = busyPoll
@@ -178,9 +179,7 @@ func (r *Relay) Run(ctx context.Context) error {
 		select {
 		case <-ctx.Done():
 		case <-nudged:
-			if err == nil {
-				pause = busyPoll
-			}
+			pause = busyPoll
 		case <-t.C:
 		}
 		t.Stop()

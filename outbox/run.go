@@ -237,7 +237,6 @@ func (u *run) judge(w *row, res brokers.Result, others bool) (f failure, keep bo
 	log := u.log.With("message_id", w.m.ID, "topic", w.m.Topic, "seq", w.seq, "outcome", res.Outcome.String(), "attempts", w.attempts, "error", res.Err)
 	switch {
 	case f.parked:
-		u.parked.Add(1)
 		log.Error("message is parked and blocks its key", "blocks", !u.cfg.SkipParked && w.m.Key != "")
 	case counts:
 		log.Warn("message was not published", "again_in", f.delay)
@@ -297,6 +296,11 @@ func (u *run) keep(ctx context.Context, fs []failure) error {
 	n, err := u.q.failed(ctx, u.id, fs)
 	if err != nil {
 		return fmt.Errorf("keep failed attempts: %w", err)
+	}
+	for _, f := range fs {
+		if f.parked && n == len(fs) {
+			u.parked.Add(1)
+		}
 	}
 	u.lost(len(fs) - n)
 	return nil

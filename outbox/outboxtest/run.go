@@ -16,6 +16,7 @@ func runCases[Tx any]() []testCase[Tx] {
 		{name: "keep/cleanup-keeps-up", run: keepsUp[Tx]},
 		{name: "run/nudge-wakes-at-once", run: nudge[Tx]},
 		{name: "run/nudge-wakes-from-a-long-sleep", run: longSleep[Tx], bubble: true, not: needsBubble[Tx]},
+		{name: "run/nudges-do-not-drive-the-tries-of-an-outage", run: nudgesInOutage[Tx], bubble: true, not: needsBubble[Tx]},
 		{name: "run/polls-without-a-nudge", run: polls[Tx]},
 		{name: "run/one-thing-at-a-time", run: oneAtATime[Tx]},
 		{name: "run/missing-tables-are-an-error", run: missingTables[Tx]},
@@ -82,6 +83,18 @@ func longSleep[Tx any](e *env[Tx]) {
 	e.enqueue(message("m", "k"))
 	e.eventually("InTx nudges", func() bool { return s.has("m") })
 	require.Less(e, time.Since(begin), time.Second)
+}
+
+// nudgesInOutage: busy writers, and a broker that is away.
+func nudgesInOutage[Tx any](e *env[Tx]) {
+	s := sink{answer: func(context.Context, *brokers.Message) brokers.Result { return notSent }}
+	e.start(&s, outbox.RelayConfig{IdlePoll: time.Second})
+	for i := range 300 {
+		e.enqueue(message(numbered("", i+1)[i], ""))
+		<-time.After(100 * time.Millisecond)
+	}
+	require.Less(e, s.publishes(), 60, "about one a second in 30 s")
+	require.Greater(e, s.publishes(), 20)
 }
 
 // polls: without a nudge, as from another process. Nothing listens, so nothing can go
