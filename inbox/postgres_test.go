@@ -36,12 +36,13 @@ func TestMigrationWhileClaimsArePreparedCostsOneRun(t *testing.T) {
 	t.Parallel()
 	pool := pgPool(t)
 	s := inbox.Postgres(pool)
-	for i, id := range []string{"1", "2", "3"} {
-		if i > 0 {
-			_, err := pool.Exec(t.Context(), `ALTER TABLE processed_messages ALTER COLUMN reason TYPE varchar(`+id+`00)`)
-			require.NoError(t, err)
-		}
-		var err error
+	_, err := pool.Exec(t.Context(), `DROP VIEW inbox`)
+	require.NoError(t, err)
+	for id, typ := range map[string]string{"1": "integer", "2": "bigint", "3": "smallint"} {
+		_, err := inbox.Once(t.Context(), s, "c", "before "+id, func(context.Context, pgx.Tx) error { return nil })
+		require.NoError(t, err)
+		_, err = pool.Exec(t.Context(), `ALTER TABLE processed_messages ALTER COLUMN state TYPE `+typ)
+		require.NoError(t, err)
 		for range 10 { // one for each connection that has the old plan, at most
 			_, err = inbox.Once(t.Context(), s, "c", id, func(context.Context, pgx.Tx) error { return nil })
 			if err == nil {
