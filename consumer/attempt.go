@@ -72,6 +72,7 @@ func (l *loop[Tx]) work() {
 func (l *loop[Tx]) finish(t lanes.Ticket[*job], n next) {
 	switch {
 	case !n.again:
+		l.progress.Store(time.Now().UnixNano())
 		l.jobs.End(t)
 	case !l.jobs.Again(t, n.after):
 		l.jobs.End(t)

@@ -164,3 +164,23 @@ func TestAfterCommitIsNotCalledForReruns(t *testing.T) {
 	require.Zero(t, r.Stats().Failures)
 	require.Equal(t, 1, db.query(t, `SELECT count(*) FROM effects WHERE n = 1`))
 }
+
+// confluentinc/parallel-consumer#875: one record that is never finished stops the
+// position for ever, without an error. Health must go by what is finished.
+func TestMessageThatNeverEndsTurnsHealthRed(t *testing.T) {
+	t.Parallel()
+	pool := devtest.PostgresPool(t, 6)
+	db := onPool(t, pool, pool)
+	b := memory.New(memory.Config{})
+	cfg := quick()
+	cfg.Name, cfg.HandlerTimeout, cfg.ClaimTimeout = t.Name(), 100*time.Millisecond, 100*time.Millisecond
+	// Another transaction, of nobody knows whom, has the message's claim.
+	other, _, err := inbox.Postgres(pool).Begin(t.Context(), inbox.Unit{Consumer: cfg.Name, Items: []*inbox.Item{{ID: "1"}}})
+	require.NoError(t, err)
+	r := db.start(t, b.Source("q"), cfg, func(_ context.Context, exec execFunc, m *consumer.Message) error { return effect(exec, m) })
+	publish(t, b, msg("q", "1", "", "x"))
+	eventually(t, "red", func() bool { return r.Healthy() != nil })
+	require.ErrorContains(t, r.Healthy(), "none was finished")
+	require.NoError(t, other.Rollback(context.Background()))
+	eventually(t, "green", func() bool { return r.Healthy() == nil && r.Stats().Processed == 1 })
+}

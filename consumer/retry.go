@@ -22,6 +22,7 @@ func (l *loop[Tx]) tendHeld(ctx context.Context) {
 		if time.Since(counted) >= time.Second {
 			counted = time.Now()
 			l.countForLimit(ctx)
+			l.watch()
 		}
 		if time.Since(repaired) >= 5*time.Second {
 			repaired = time.Now()

@@ -46,15 +46,23 @@ func (r *room) free(ctx context.Context) (int, bool) {
 	}
 }
 
-func (r *room) take(size int64) {
+// take counts a message, and reports whether it is the only one.
+func (r *room) take(size int64) bool {
 	r.mu.Lock()
+	defer r.mu.Unlock()
 	r.n++
 	r.bytes += size
 	if r.mean == 0 {
 		r.mean = float64(size)
 	}
 	r.mean += (float64(size) - r.mean) / 32
-	r.mu.Unlock()
+	return r.n == 1
+}
+
+func (r *room) inHand() int {
+	r.mu.Lock()
+	defer r.mu.Unlock()
+	return r.n
 }
 
 func (r *room) give(size int64) {

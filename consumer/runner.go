@@ -160,22 +160,23 @@ func (s *state) report(what string, err error) {
 
 // loop is the Runner with its transaction type.
 type loop[Tx any] struct {
-	cfg     Config
-	store   inbox.Store[Tx]
-	src     brokers.Source
-	handler Handler[Tx]
-	st      *state
-	caps    brokers.Capabilities
-	jobs    *lanes.Lanes[*job]
-	room    *room
-	settler *settler
-	gate    *gate
-	pause   *pause
-	broken  sync.Map      // held messages that lost their connection: seq -> times in a row
-	stuck   atomic.Int64  // handlers that go on past their context
-	full    atomic.Bool   // MaxHeld is reached
-	busy    atomic.Int64  // workers in a job
-	wake    chan struct{} // a head may be due
+	cfg      Config
+	store    inbox.Store[Tx]
+	src      brokers.Source
+	handler  Handler[Tx]
+	st       *state
+	caps     brokers.Capabilities
+	jobs     *lanes.Lanes[*job]
+	room     *room
+	settler  *settler
+	gate     *gate
+	pause    *pause
+	broken   sync.Map      // held messages that lost their connection: seq -> times in a row
+	stuck    atomic.Int64  // handlers that go on past their context
+	full     atomic.Bool   // MaxHeld is reached
+	busy     atomic.Int64  // workers in a job
+	progress atomic.Int64  // when a job was last finished, or the first one came
+	wake     chan struct{} // a head may be due
 
 	values   context.Context // Run's values without its end
 	stopping context.Context // ends with Run's ctx
@@ -322,7 +323,9 @@ func sleep(ctx context.Context, d time.Duration) bool {
 // accept queues a delivery.
 func (l *loop[Tx]) accept(d *brokers.Delivery) {
 	n := l.st.stats.received.Add(1)
-	l.room.take(d.Size())
+	if l.room.take(d.Size()) {
+		l.progress.Store(time.Now().UnixNano())
+	}
 	j := &job{d: d, received: time.Now(), arrival: uint64(n)}
 	var key []byte
 	switch l.cfg.Order {

@@ -113,7 +113,7 @@ func TestMessageThatAMQPCannotHoldIsRefusedAlone(t *testing.T) {
 	assert.EqualValues(t, 1000, p.Limits().MessageBytes)
 }
 
-// R10. An unroutable message is confirmed all the same; the return comes before and
+// An unroutable message is confirmed all the same; the return comes before and
 // must be matched: rabbitmq/rabbitmq-server#2178, Particular/NServiceBus.RabbitMQ#135,
 // eventuate-tram/eventuate-tram-core#194, amqp-rs/lapin#252.
 func TestUnroutableMessageIsRefusedAndMatchedByItsID(t *testing.T) {
@@ -148,7 +148,6 @@ func TestUnroutableMessageIsRefusedAndMatchedByItsID(t *testing.T) {
 	assert.Equal(t, brokers.Accepted, drop.Publish(t.Context(), ms[4])[0].Outcome)
 }
 
-// R10
 func TestMissingExchangeIsRefusedAndSparesTheOthers(t *testing.T) {
 	t.Parallel()
 	r := newRig(t)
@@ -179,7 +178,7 @@ func TestMissingExchangeIsRefusedAndSparesTheOthers(t *testing.T) {
 	assert.Equal(t, brokers.Fatal, brokers.ClassOf(err))
 }
 
-// R10. An exchange that goes away while messages are on their way makes them Unknown,
+// An exchange that goes away while messages are on their way makes them Unknown,
 // and the channel is renewed.
 func TestExchangeThatDisappearsMakesWhatIsInFlightUnknown(t *testing.T) {
 	t.Parallel()
@@ -201,7 +200,6 @@ func TestExchangeThatDisappearsMakesWhatIsInFlightUnknown(t *testing.T) {
 	r.do(func(ch *amqp.Channel) error { return ch.ExchangeDelete(exchange, false, false) })
 }
 
-// R10
 func TestFullQueueRefusesRetryably(t *testing.T) {
 	t.Parallel()
 	r := newRig(t)
@@ -262,7 +260,7 @@ func TestKeyStopsAtItsFirstMessageThatIsNotAccepted(t *testing.T) {
 	assert.Len(t, got["1"], 20)
 }
 
-// R11. What was in flight when the connection broke is Unknown, and never Accepted
+// What was in flight when the connection broke is Unknown, and never Accepted
 // without being stored; sent again with the same IDs, everything is there. A broken
 // channel must not read as a refusal: rabbitmq/amqp091-go#182, #46, #44, #92.
 func TestConnectionCutWithManyInFlightLosesNothing(t *testing.T) {
@@ -333,7 +331,7 @@ func TestConfirmThatNeverComesIsUnknownInTime(t *testing.T) {
 	assert.Equal(t, map[brokers.Outcome]int{brokers.Unknown: 5}, outcomes(<-done))
 }
 
-// R16. Returned messages hold up nothing: their listener has room for the window.
+// Returned messages hold up nothing: their listener has room for the window.
 func TestManyReturnsDoNotDelayConfirms(t *testing.T) {
 	t.Parallel()
 	r := newRig(t)

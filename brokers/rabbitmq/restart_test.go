@@ -14,7 +14,7 @@ import (
 	"github.com/twiceproof/twiceproof/internal/devenv/devtest"
 )
 
-// R3. Messages are persistent unless asked otherwise, and survive a crash of the
+// Messages are persistent unless asked otherwise, and survive a crash of the
 // broker: knative-extensions/eventing-rabbitmq#546, influxdata/telegraf#3526,
 // symfony/symfony#34685. The Source comes back by itself, once.
 func TestBrokerCrashLosesNothingAndTheSourceComesBack(t *testing.T) {
@@ -50,7 +50,7 @@ func TestBrokerCrashLosesNothingAndTheSourceComesBack(t *testing.T) {
 	require.Eventually(t, func() bool { return pub.Publish(t.Context(), r.message(0, ""))[0].Outcome == brokers.Accepted }, patience, 50*time.Millisecond)
 }
 
-// R9. Under an alarm the broker stops reading from publishing connections: what
+// Under an alarm the broker stops reading from publishing connections: what
 // consumes must go on, so that queues can shrink: streadway/amqp#270,
 // rabbitmq/rabbitmq-website#1556, cloudamqp/amqp-client.rb#102.
 func TestMemoryAlarmStopsPublishingButNotAcknowledging(t *testing.T) {
@@ -112,7 +112,7 @@ func TestMemoryAlarmStopsPublishingButNotAcknowledging(t *testing.T) {
 	assert.Contains(t, stored, id(60))
 }
 
-// R5. consumer_timeout closes the channel and takes back everything on it:
+// consumer_timeout closes the channel and takes back everything on it:
 // zulip/zulip#39661, facile-it/rabbitmq-consumer#6, celery/celery#6760,
 // runabol/tork#209, amqp-rs/lapin#357, Bogdanp/dramatiq#827. If it happens all the
 // same, the Source says why and subscribes again.

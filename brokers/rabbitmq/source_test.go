@@ -17,7 +17,6 @@ import (
 	"github.com/twiceproof/twiceproof/brokers"
 )
 
-// R1
 func TestEveryMessageIsDeliveredOnceWhenNothingFails(t *testing.T) {
 	t.Parallel()
 	const n = 10_000
@@ -80,7 +79,6 @@ func TestPrefetchIsTheRoom(t *testing.T) {
 	assert.EqualValues(t, 36, st.Lag())
 }
 
-// R6
 func TestSecondSettlementNeverReachesTheWire(t *testing.T) {
 	t.Parallel()
 	r := newRig(t)
@@ -111,7 +109,6 @@ func TestSecondSettlementNeverReachesTheWire(t *testing.T) {
 	require.ErrorIs(t, err, brokers.ErrClosed)
 }
 
-// R6
 func TestSettleAfterCloseSendsNothing(t *testing.T) {
 	t.Parallel()
 	r := newRig(t)
@@ -130,7 +127,6 @@ func TestSettleAfterCloseSendsNothing(t *testing.T) {
 	r.ready(r.queue, 2)
 }
 
-// R14
 func TestCloseGivesBackWhatWasNotSettledAtOnce(t *testing.T) {
 	t.Parallel()
 	for _, kind := range []string{"quorum", "classic"} {
@@ -236,7 +232,7 @@ func TestDeliveryOfAnotherSourceIsNotSettled(t *testing.T) {
 	settle(t, one, brokers.Done, d)
 }
 
-// R2. A late answer under an old channel would acknowledge whatever has its number
+// A late answer under an old channel would acknowledge whatever has its number
 // on the new one: EasyNetQ/EasyNetQ#1329, rabbitmq/rabbitmq-dotnet-client#200,
 // ruby-amqp/bunny#142, rabbitmq/amqp091-go#379.
 func TestStaleDeliveryTagIsNeverSentAfterAReconnect(t *testing.T) {
@@ -282,7 +278,7 @@ func TestStaleDeliveryTagIsNeverSentAfterAReconnect(t *testing.T) {
 	r.ready(r.queue, 0)
 }
 
-// R2, R3. rabbitmq/amqp091-go#32, #18, #11, #225,
+// rabbitmq/amqp091-go#32, #18, #11, #225,
 // knative-extensions/eventing-rabbitmq#1369, ThreeDotsLabs/watermill-amqp#14.
 func TestConnectionLostDuringHandlersIsHealedEveryTime(t *testing.T) {
 	t.Parallel()
@@ -312,7 +308,6 @@ func TestConnectionLostDuringHandlersIsHealedEveryTime(t *testing.T) {
 	r.ready(r.queue, 0)
 }
 
-// R15
 func TestHalfOpenConnectionIsNoticed(t *testing.T) {
 	t.Parallel()
 	r := newRig(t)
@@ -334,7 +329,7 @@ func TestHalfOpenConnectionIsNoticed(t *testing.T) {
 	settle(t, s, brokers.Done, again)
 }
 
-// R4. rascal#52 of guidesmiths, php-amqplib/php-amqplib#95, EasyNetQ/EasyNetQ#101,
+// rascal#52 of guidesmiths, php-amqplib/php-amqplib#95, EasyNetQ/EasyNetQ#101,
 // streadway/amqp#134.
 func TestConsumerCancelledByTheServerSubscribesAgain(t *testing.T) {
 	t.Parallel()
@@ -367,7 +362,6 @@ func TestConsumerCancelledByTheServerSubscribesAgain(t *testing.T) {
 	}
 }
 
-// R4
 func TestQueueMissingForTooLongIsFatal(t *testing.T) {
 	t.Parallel()
 	r := newRig(t)
@@ -384,7 +378,6 @@ func TestQueueMissingForTooLongIsFatal(t *testing.T) {
 	require.ErrorIs(t, err, brokers.ErrNoRoute)
 }
 
-// R12
 func TestMissingQueueIsFatalAtOpenAndSaysWhatToDo(t *testing.T) {
 	t.Parallel()
 	r := newRig(t)
@@ -403,7 +396,6 @@ func TestMissingQueueIsFatalAtOpenAndSaysWhatToDo(t *testing.T) {
 	closeWithin(t, s.Close)
 }
 
-// R12
 func TestRedeclareWithOtherArgumentsIsFatalAndNamesBothValues(t *testing.T) {
 	t.Parallel()
 	r := newRig(t)
@@ -426,7 +418,7 @@ func TestRedeclareWithOtherArgumentsIsFatalAndNamesBothValues(t *testing.T) {
 	closeWithin(t, again.Close)
 }
 
-// R12. The declarations run on channels of their own: a refusal while consuming must
+// The declarations run on channels of their own: a refusal while consuming must
 // not close the consuming one.
 func TestRefusedStatusDoesNotDisturbTheSubscription(t *testing.T) {
 	t.Parallel()
@@ -440,7 +432,7 @@ func TestRefusedStatusDoesNotDisturbTheSubscription(t *testing.T) {
 	assert.Empty(t, ev.of(brokers.EventDisconnected))
 }
 
-// R8. The broker's limit alone: n+1 deliveries, then the dead-letter queue. It counts
+// The broker's limit alone: n+1 deliveries, then the dead-letter queue. It counts
 // neighbours too, hence the high default: rabbitmq/rabbitmq-server#11937.
 func TestDeliveryLimitDeadLettersAfterOneMore(t *testing.T) {
 	t.Parallel()
@@ -594,7 +586,7 @@ func TestNodesAreTriedInTurn(t *testing.T) {
 	require.NoError(t, p.Open(t.Context()))
 }
 
-// R13 at the adapter's level. A consumer that is cancelled lets the next one start
+// A consumer that is cancelled lets the next one start
 // while its messages are still being handled: spring-projects/spring-integration#8668,
 // spring-projects/spring-amqp#2482.
 func TestSingleActiveConsumerKeepsOrderOverHandOvers(t *testing.T) {
@@ -672,7 +664,7 @@ func (r *rig) put0(edit func(*SourceConfig)) {
 	closeWithin(r.t, s.Close)
 }
 
-// R5. What is held for too long goes back alone, before the broker's timeout takes
+// What is held for too long goes back alone, before the broker's timeout takes
 // the neighbours: zulip/zulip#39661, facile-it/rabbitmq-consumer#6,
 // celery/celery#6760, Bogdanp/dramatiq#827.
 func TestDeliveryHeldForMaxHoldGoesBackAlone(t *testing.T) {
