@@ -25,13 +25,15 @@ type job struct {
 	ctx context.Context // what the interceptors gave, nil without
 	err error           // how the last run ended, for the interceptors
 
-	tries   int       // failed runs of this delivery
-	first   time.Time // when the first run began
-	reruns  int       // serialization failures in a row
-	broken  int       // lost connections in a row
-	waits   int       // claims that timed out in a row
-	ended   bool      // the handler ended the transaction; claim again to know
-	pending *outcome  // what is to be kept, when keeping it has failed before
+	tries     int                             // failed runs of this delivery
+	first     time.Time                       // when the first run began
+	reruns    int                             // serialization failures in a row
+	broken    int                             // lost connections in a row
+	waits     int                             // claims that timed out in a row
+	ended     bool                            // the handler ended the transaction; claim again to know
+	pending   *outcome                        // what is to be kept, when keeping it has failed before
+	owed      func(ctx context.Context) error // what is still to be written about the head
+	unwritten int                             // failures of that in a row, with a database that is there
 }
 
 // outcome is what to keep of a message that was not processed.
@@ -87,6 +89,9 @@ func (l *loop[Tx]) finish(t lanes.Ticket[*job], n next) {
 func (l *loop[Tx]) process(j *job) next {
 	if !l.pass(j) {
 		return over
+	}
+	if j.owed != nil {
+		return l.writeHead(j, j.owed)
 	}
 	if j.head != nil {
 		return l.intercept(j, l.retry)

@@ -114,8 +114,7 @@ func (l *loop[Tx]) retry(j *job) next {
 	switch {
 	case r.drained, a.Rerun(r.err):
 		_ = a.Rollback(l.values)
-		l.returnHead(j, backoff(5*time.Millisecond, time.Second, 1))
-		return over
+		return l.takeBack(j, backoff(5*time.Millisecond, time.Second, 1))
 	case !r.ended && a.Broken():
 		return l.headConnectionLost(j, a, r.err)
 	}
@@ -132,7 +131,7 @@ func (l *loop[Tx]) retryNotBegun(j *job, err error) next {
 		if !errors.Is(err, inbox.ErrClaimTimeout) && !inbox.Rerun(err) {
 			l.gate.trip(err)
 		}
-		l.returnHead(j, time.Second)
+		return l.takeBack(j, time.Second)
 	}
 	return over
 }
@@ -154,8 +153,7 @@ func (l *loop[Tx]) headConnectionLost(j *job, a inbox.Attempt[Tx], err error) ne
 		l.gate.trip(err)
 	}
 	_ = a.Rollback(l.values)
-	l.returnHead(j, backoff(20*time.Millisecond, time.Second, 1))
-	return over
+	return l.takeBack(j, backoff(20*time.Millisecond, time.Second, 1))
 }
 
 func (l *loop[Tx]) decideHead(j *job, err error) outcome {
@@ -172,14 +170,18 @@ func (l *loop[Tx]) commitHead(j *job, a inbox.Attempt[Tx], m *Message) next {
 		l.broken.Delete(j.head.Seq)
 		j.err = nil
 		l.processed(ctx, m)
+	case result == inbox.CommitUnknown:
+		// The row is gone with its start, or the start counts for nothing.
+		l.cfg.Logger.Warn("commit of a held message is unknown; taking its start back if it is still there", "message_id", m.ID, "error", err)
+		return l.takeBack(j, backoff(20*time.Millisecond, time.Second, 1))
 	case result != inbox.CommitNo:
-		// Unknown, or ended by the handler: the head is gone, or due again after its
-		// lease, with its mark if the handler had committed it.
+		// Ended by the handler: due again after its lease, with its mark if the handler
+		// had committed it.
 		l.cfg.Logger.Warn("commit of a held message did not end as it should", "message_id", m.ID, "error", err)
 	case a.Broken():
 		return l.headConnectionLost(j, a, err)
 	case errors.Is(err, inbox.ErrHeadLost), inbox.Rerun(err):
-		l.returnHead(j, backoff(5*time.Millisecond, time.Second, 1))
+		return l.takeBack(j, backoff(5*time.Millisecond, time.Second, 1))
 	default:
 		return l.failHead(j, a, l.decideHead(j, err))
 	}
@@ -188,24 +190,47 @@ func (l *loop[Tx]) commitHead(j *job, a inbox.Attempt[Tx], m *Message) next {
 
 // failHead keeps the outcome of a failed run on the held message.
 func (l *loop[Tx]) failHead(j *job, a inbox.Attempt[Tx], o outcome) next {
-	ctx, cancel := l.storeContext()
-	defer cancel()
-	err := a.Fail(ctx, l.outcome(j, o))
-	switch {
-	case err == nil:
-		if o.dead || o.discard {
+	return l.writeHead(j, func(ctx context.Context) error {
+		err := a.Fail(ctx, l.outcome(j, o))
+		if err == nil && (o.dead || o.discard) {
 			l.countHeld(j.item.Message, o)
 		}
-	case errors.Is(err, inbox.ErrHeadLost):
-	default:
-		// Its lease ends by itself and the run counts as one that died.
-		l.cfg.Logger.Warn("outcome of a held message could not be kept", "message_id", j.item.Message.ID, "error", err)
-		l.gate.trip(err)
-	}
-	return over
+		return err
+	})
 }
 
-// returnHead takes the start of a head back: it counts for nothing.
+// takeBack takes the start of a head back: it counts for nothing.
+func (l *loop[Tx]) takeBack(j *job, after time.Duration) next {
+	return l.writeHead(j, func(ctx context.Context) error { return l.store.ReturnHead(ctx, j.head, after) })
+}
+
+// writeHead ends a run of a held message by a write about it. While the database is
+// away it is owed: the run has counted as begun, and if nothing were written it would
+// wait for the end of its lease and look like one that died with its process.
+func (l *loop[Tx]) writeHead(j *job, write func(ctx context.Context) error) next {
+	ctx, cancel := l.storeContext()
+	err := write(ctx)
+	cancel()
+	j.owed = nil
+	if err == nil || errors.Is(err, inbox.ErrHeadLost) {
+		return over
+	}
+	l.cfg.Logger.Warn("what became of the run of a held message could not be written", "message_id", j.item.Message.ID, "error", err)
+	if !l.well() {
+		j.owed = write
+		l.gate.trip(err)
+		return again(0)
+	}
+	// The error may be of a connection that an outage left behind.
+	const limit = 5
+	if j.unwritten++; j.unwritten < limit {
+		j.owed = write
+		return again(backoff(20*time.Millisecond, time.Second, j.unwritten))
+	}
+	return over // the database is there and will not have it: the lease ends by itself
+}
+
+// returnHead is takeBack for a head that has not run, or cannot wait.
 func (l *loop[Tx]) returnHead(j *job, after time.Duration) {
 	ctx, cancel := l.storeContext()
 	defer cancel()

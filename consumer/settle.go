@@ -20,6 +20,7 @@ type settler struct {
 	batch   int // sent at once when there are as many
 	mu      sync.Mutex
 	pending []settlement
+	later   int // that wait for another try
 	closed  bool
 	wake    chan struct{}
 }
@@ -80,9 +81,10 @@ func (s *settler) run() {
 				work, closed = s.pending, s.closed
 			}
 			s.pending = nil
+			later := s.later
 			s.mu.Unlock()
 			if len(work) == 0 {
-				if closed {
+				if closed && later == 0 {
 					return
 				}
 				break
@@ -105,24 +107,49 @@ func (s *settler) send(work []settlement) {
 	ctx, cancel := context.WithTimeout(context.Background(), 10*time.Second)
 	errs := s.settle(ctx, ss...)
 	cancel()
+	s.mu.Lock()
+	closed := s.closed
+	s.mu.Unlock()
 	var again []settlement
+	var after time.Duration
 	for i, w := range work {
 		var err error
 		if errs != nil {
 			err = errs[i]
 		}
-		c := brokers.ClassOf(err)
-		retry := err != nil && (c == brokers.Retryable || c == brokers.Throttled) && w.tries < 5 &&
-			!errors.Is(err, brokers.ErrClosed) && !errors.Is(err, brokers.ErrAlreadySettled) && !errors.Is(err, brokers.ErrUnsupported)
-		if retry {
-			w.tries++
-			again = append(again, w)
+		if !w.worthAnotherTry(err, closed) {
+			s.done(w.job, err)
 			continue
 		}
-		s.done(w.job, err)
+		w.tries++
+		after = max(after, min(20*time.Millisecond<<min(w.tries, 10), time.Second), min(brokers.RetryAfterOf(err), 5*time.Second))
+		again = append(again, w)
 	}
 	if len(again) > 0 {
-		time.Sleep(20 * time.Millisecond << again[0].tries)
-		s.put(again...)
+		s.mu.Lock()
+		s.later += len(again)
+		s.mu.Unlock()
+		time.AfterFunc(after, func() { // run waits for it
+			s.mu.Lock()
+			s.later -= len(again)
+			s.pending = append(s.pending, again...)
+			s.mu.Unlock()
+			s.signal()
+		})
 	}
+}
+
+// worthAnotherTry: as long as the message is ours, since one whose settlement is
+// given up is neither settled nor delivered again while it is, and stays in the
+// source's room. At the end of Run a few tries must do: closing the source gives
+// back the rest.
+func (w settlement) worthAnotherTry(err error, closing bool) bool {
+	if err == nil || errors.Is(err, brokers.ErrClosed) || errors.Is(err, brokers.ErrAlreadySettled) || errors.Is(err, brokers.ErrUnsupported) {
+		return false
+	}
+	if c := brokers.ClassOf(err); c != brokers.Retryable && c != brokers.Throttled {
+		return false
+	}
+	const triesAtEnd = 5
+	return w.tries < triesAtEnd || !closing
 }

@@ -29,8 +29,8 @@ func ints(param string) string {
 }
 
 var (
-	sqlFetch           = fetchSQL(`parked OR next_at > {now}`)
-	sqlFetchSkipParked = fetchSQL(`NOT parked AND next_at > {now}`)
+	sqlFetch           = fetchSQL(`parked OR next_at > {began}`)
+	sqlFetchSkipParked = fetchSQL(`NOT parked AND next_at > {began}`)
 )
 
 // sqlWalk comes before a fetch in its transaction. A table that was empty a minute
@@ -47,11 +47,15 @@ const fetched = `seq, share, attempts, message_id, topic, message_key, type, con
 // plan is a walk along the backlog index that ends at LIMIT. The running sum bounds
 // the bytes of one batch before any payload is read: PostgreSQL passes payloads on
 // as references, SQLite would copy them and joins the rows once more instead.
+//
+// A row that waits for another try is judged twice, as a row and as what blocks its
+// key, and both must be by one clock: a row whose time came in between would neither
+// be read nor block, and the next of its key would overtake it.
 func fetchSQL(blocks string) string {
 	const sized = `, sum(size) OVER (ORDER BY seq ROWS UNBOUNDED PRECEDING) - size AS before FROM (SELECT `
 	return `SELECT {pg:w.seq, share}{lite:m.seq, m.share}, attempts, message_id, topic, message_key, type, content_type, produced_at, headers, payload, payload IS NULL
 		FROM (SELECT {pg:` + fetched + `}{lite:seq}` + sized + `{pg:` + fetched + `}{lite:seq}, coalesce(octet_length(payload), 0) AS size FROM {s}outbox_messages
-			WHERE published_at IS NULL AND NOT parked AND (next_at IS NULL OR next_at <= {now})
+			WHERE published_at IS NULL AND NOT parked AND (next_at IS NULL OR next_at <= {began})
 			AND (message_key IS NULL OR message_key NOT IN (SELECT message_key FROM {s}outbox_messages
 				WHERE (parked OR next_at IS NOT NULL) AND published_at IS NULL AND message_key IS NOT NULL AND (` + blocks + `)))
 			AND (share IN (SELECT share FROM {s}outbox_shares WHERE owner = $1)) IS TRUE

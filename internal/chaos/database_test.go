@@ -34,6 +34,7 @@ type database[Tx any] struct {
 	}
 	exec  func(ctx context.Context, tx Tx, sql string, args ...any) error // in a transaction
 	count func(ctx context.Context, sql string) (int, error)
+	text  func(ctx context.Context, sql string) (string, error)
 	setup func(ctx context.Context, schema string) error // all tables
 	close func()
 }
@@ -57,6 +58,10 @@ func openPostgres(ctx context.Context, dsn string, conns int32) (*database[pgx.T
 		count: func(ctx context.Context, q string) (n int, err error) {
 			err = pool.QueryRow(ctx, q).Scan(&n)
 			return n, err
+		},
+		text: func(ctx context.Context, q string) (s string, err error) {
+			err = pool.QueryRow(ctx, q).Scan(&s)
+			return s, err
 		},
 		setup: func(ctx context.Context, schema string) error {
 			if _, err := migrations.Up(ctx, migrations.Pool(pool)); err != nil {

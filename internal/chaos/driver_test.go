@@ -340,6 +340,9 @@ func (d *driver) check(prod *producer, err error) {
 		held: count(`SELECT count(*) FROM held_messages`), outbox: count(`SELECT count(*) FROM outbox_messages`), left: left,
 	}
 	t.Log("\n" + d.table(r, prod))
+	if r.inverted > 0 && d.broker.ordered() {
+		d.tellInversions(ctx)
+	}
 	d.all.mu.Lock()
 	defer d.all.mu.Unlock()
 	assert.NoError(t, err)
@@ -357,6 +360,15 @@ func (d *driver) check(prod *producer, err error) {
 			t.Logf("the workers' log is kept in %s: %v", keep, os.WriteFile(keep, log, 0o600))
 		}
 	}
+}
+
+// tellInversions logs the first few effects that came before an earlier one of their key.
+func (d *driver) tellInversions(ctx context.Context) {
+	text, err := d.db.text(ctx, `SELECT coalesce(string_agg(format('%s: %s came after %s (effects %s and %s)', key, n, before, seq, seq_before), E'\n'), '')
+		FROM (SELECT * FROM (SELECT key, n, seq, lag(n) OVER w AS before, lag(seq) OVER w AS seq_before
+			FROM (SELECT key, n, min(seq) AS seq FROM effects GROUP BY key, n) f WINDOW w AS (PARTITION BY key ORDER BY seq)) x
+			WHERE before > n ORDER BY seq LIMIT 10) y`)
+	d.t.Logf("out of order (%v):\n%s", err, text)
 }
 
 // counted is what the database and the broker say at the end.

@@ -3,8 +3,10 @@ package chaos
 import (
 	"context"
 	"errors"
+	"fmt"
 	"log/slog"
 	"os"
+	"strconv"
 	"sync"
 	"sync/atomic"
 	"testing"
@@ -213,6 +215,25 @@ func TestChaosInMemory(t *testing.T) {
 	d.idle = m.flushCommits
 	d.run()
 	require.NoError(t, b.Check())
+	require.Empty(t, overtaken(b), "published out of order: the relay's fault, not the consumer's")
+}
+
+// overtaken returns the messages that were published after a later one of their key,
+// and not before.
+func overtaken(b *memory.Broker) (late []string) {
+	last, seen := map[string]int{}, map[string]bool{}
+	for _, m := range b.Messages(memoryTopic) {
+		if seen[m.ID] {
+			continue
+		}
+		seen[m.ID] = true
+		n, _ := strconv.Atoi(string(m.Payload))
+		if before, ok := last[m.Key]; ok && before > n {
+			late = append(late, fmt.Sprintf("%s: %d of %s after %d", m.ID, n, m.Key, before))
+		}
+		last[m.Key] = n
+	}
+	return late
 }
 
 func (m *memoryRun) stopConsumer() error {

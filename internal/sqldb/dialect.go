@@ -37,6 +37,8 @@ var (
 //
 //	{s}          the schema with its dot, or nothing
 //	{now}        the time; PostgreSQL's own clock, Go's for SQLite (see [Now])
+//	{began}      the time when the statement began: the same wherever it stands in it,
+//	             where {now} goes on while the statement runs
 //	{after:$1}   the time in $1 microseconds
 //	{age:col}    microseconds since col
 //	{lock}       FOR UPDATE, and {skip} with SKIP LOCKED; nothing on SQLite, where
@@ -71,6 +73,8 @@ func (d Dialect) render(name, arg, prefix string) string {
 		return prefix
 	case "now":
 		return pick("clock_timestamp()", nowMark)
+	case "began":
+		return pick("statement_timestamp()", nowMark)
 	case "after":
 		return pick("(clock_timestamp() + "+arg+"::bigint * interval '1 microsecond')", "("+nowMark+" + "+arg+")")
 	case "age":
