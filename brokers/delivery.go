@@ -42,7 +42,8 @@ type Delivery struct {
 	Defect error
 	// Context ends with cause [ErrOwnershipLost] once the broker may have given the
 	// message to somebody else, and with [ErrClosed] once the Source is closed. It
-	// carries no deadline.
+	// carries no deadline. On a LaneOrdered lane it never ends before those of the
+	// later messages in hand: the next of a key must not start in its place.
 	Context context.Context
 	// Draining is closed when the lane is about to go: do not start the message any
 	// more, Release it; what has started may still be settled while Context lives.

@@ -5,6 +5,7 @@ import (
 	"context"
 	"errors"
 	"fmt"
+	"maps"
 	"slices"
 	"strconv"
 	"sync"
@@ -202,8 +203,10 @@ func (ss *session) end(cause error) {
 	}
 	ss.mu.Unlock()
 	ss.s.drop(ss)
-	for _, h := range open {
-		h.cancel(lost)
+	// The last one first: whoever sees the end of a message's context finds those of
+	// the later ones ended too, and does not start the next of its key in its place.
+	for _, tag := range slices.Backward(slices.Sorted(maps.Keys(open))) {
+		open[tag].cancel(lost)
 	}
 	close(ss.ended)
 }
