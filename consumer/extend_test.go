@@ -4,6 +4,7 @@ import (
 	"context"
 	"errors"
 	"fmt"
+	"strings"
 	"sync"
 	"sync/atomic"
 	"testing"
@@ -154,4 +155,71 @@ func TestChainWrapsInsideTheTransaction(t *testing.T) {
 	}, wrap("a"), wrap("b"))
 	require.NoError(t, h(t.Context(), 1, nil))
 	require.Equal(t, []string{"a1", "b2", "h3"}, log)
+}
+
+// Shutdown ends Run from elsewhere, waits for it, and may be called again.
+func TestShutdownWaitsForRun(t *testing.T) {
+	t.Parallel()
+	db := sqlite(t)
+	b := memory.New(memory.Config{})
+	inside, leave := make(chan struct{}), make(chan struct{})
+	r := db.start(t, b.Source("q"), quick(), func(_ context.Context, exec execFunc, m *consumer.Message) error {
+		close(inside)
+		<-leave
+		return effect(exec, m)
+	})
+	publish(t, b, msg("q", "1", "", "x"))
+	<-inside
+	ctx, cancel := context.WithTimeout(t.Context(), 50*time.Millisecond)
+	defer cancel()
+	require.ErrorIs(t, r.Shutdown(ctx), context.DeadlineExceeded)
+	close(leave)
+	require.NoError(t, r.Shutdown(t.Context()))
+	require.NoError(t, r.Shutdown(t.Context()))
+	require.Error(t, r.Ready())
+	require.EqualValues(t, 1, r.Stats().Processed)
+	require.ErrorContains(t, r.Run(t.Context()), "runs once")
+}
+
+// ByLane keeps a lane's messages one at a time and in order, whatever their keys;
+// Unordered lets them all run at once.
+func TestOrderOfLanesAndNone(t *testing.T) {
+	t.Parallel()
+	for _, order := range []consumer.Order{consumer.ByLane, consumer.Unordered} {
+		t.Run(fmt.Sprint(order), func(t *testing.T) {
+			t.Parallel()
+			db := postgres(t)
+			b := memory.New(memory.Config{})
+			b.Topic("t", memory.TopicConfig{Partitions: 2})
+			var now, most atomic.Int64
+			cfg := quick()
+			cfg.Order, cfg.Concurrency, cfg.Tries = order, 8, 1
+			var failed atomic.Bool
+			r := db.start(t, b.Source("t", memory.Group("g")), cfg, func(_ context.Context, exec execFunc, m *consumer.Message) error {
+				if n := now.Add(1); n > most.Load() {
+					most.Store(n)
+				}
+				defer now.Add(-1)
+				if m.ID == "3" && failed.CompareAndSwap(false, true) {
+					return errors.New("no")
+				}
+				if err := exec(`SELECT pg_sleep(0.02)`); err != nil {
+					return err
+				}
+				lane, _, _ := strings.Cut(m.Coordinates, "@")
+				return exec(`INSERT INTO effects (seq, id, key, n) VALUES ($1, $2, $3, $4)`, seq.Add(1), m.ID, lane, m.Attempt)
+			})
+			for i := range 40 {
+				publish(t, b, msg("t", fmt.Sprint(i), fmt.Sprint("k", i), "x"))
+			}
+			eventually(t, "all", func() bool { return r.Stats().Processed == 40 })
+			require.NoError(t, r.stop())
+			if order == consumer.Unordered {
+				require.Greater(t, most.Load(), int64(2))
+				return
+			}
+			require.LessOrEqual(t, most.Load(), int64(2), "one a lane")
+			require.Zero(t, db.query(t, `SELECT count(*) FROM effects x JOIN effects y ON x.key = y.key AND CAST(x.id AS integer) < CAST(y.id AS integer) AND x.seq > y.seq`))
+		})
+	}
 }

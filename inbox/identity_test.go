@@ -51,3 +51,16 @@ func TestStoredID(t *testing.T) {
 	require.NoError(t, err)
 	require.NotEqual(t, long1, again, "an id that looks like a hash is hashed too")
 }
+
+// The fingerprint is stored and compared for ever: these values never change.
+func TestFingerprintIsByteForByteTheSameForEver(t *testing.T) {
+	t.Parallel()
+	for want, m := range map[string]*brokers.Message{
+		"05105fb32db53dbf30335d122f155b17": {Type: "order.placed", Payload: []byte(`{"a":1}`)},
+		"2533afe7e33097efd27bd6ca9941d542": {Type: "order.placed"},
+		"b413f47d13ee2fe6c845b2ee141af81d": {Payload: []byte{}},
+		"cf25a8cf200558a438acb7d4c01a67bd": {Type: strings.Repeat("t", 300), Payload: []byte("x")},
+	} {
+		require.Equal(t, want, hex.EncodeToString(Fingerprint(m)))
+	}
+}
