@@ -2,15 +2,11 @@ package outboxtest
 
 import (
 	"context"
-	"fmt"
-	"maps"
-	"os"
-	"path/filepath"
 	"slices"
-	"strings"
 	"testing"
 	"time"
 
+	"github.com/twiceproof/twiceproof/internal/caselist"
 	"github.com/twiceproof/twiceproof/outbox"
 )
 
@@ -84,9 +80,8 @@ func Run[Tx any](t *testing.T, cfg Config[Tx]) {
 	s := &suite[Tx]{Config: cfg}
 	s.hooks = cfg.New(t) // not in a subtest: -run may select one case
 	cases := slices.Concat(writeCases[Tx](), orderCases[Tx](), parkCases[Tx](), leaseCases[Tx](), runCases[Tx]())
-	var list []string
+	var list caselist.List
 	names := map[string]bool{}
-	ran := 0
 	for _, c := range cases {
 		if names[c.name] {
 			t.Fatalf("outboxtest: two cases are named %q", c.name)
@@ -94,12 +89,11 @@ func Run[Tx any](t *testing.T, cfg Config[Tx]) {
 		names[c.name] = true
 		if c.not != nil {
 			if why := c.not(s); why != "" {
-				list = append(list, fmt.Sprintf("n/a  %s: %s", c.name, why))
+				list.NotApplicable(c.name, why)
 				continue
 			}
 		}
-		list = append(list, "run  "+c.name)
-		ran++
+		list.Run(c.name)
 		t.Run(c.name, func(t *testing.T) {
 			t.Parallel()
 			if c.bubble && s.Bubble != nil {
@@ -109,8 +103,7 @@ func Run[Tx any](t *testing.T, cfg Config[Tx]) {
 			c.run(newEnv(t, s))
 		})
 	}
-	t.Logf("outboxtest: %d cases apply, %d do not", ran, len(list)-ran)
-	s.compare(t, list)
+	list.Check(t, "outboxtest", s.Expected)
 }
 
 func needsBubble[Tx any](s *suite[Tx]) string {
@@ -132,44 +125,4 @@ func needsProxy[Tx any](s *suite[Tx]) string {
 		return "there is no network in between"
 	}
 	return ""
-}
-
-// compare checks the list against the file.
-func (s *suite[Tx]) compare(t *testing.T, list []string) {
-	if s.Expected == "" {
-		t.Logf("outboxtest: no Expected file; the list is\n%s", strings.Join(list, "\n"))
-		return
-	}
-	got := strings.Join(list, "\n") + "\n"
-	if os.Getenv("TWICEPROOF_UPDATE") != "" {
-		if err := os.MkdirAll(filepath.Dir(s.Expected), 0o755); err != nil {
-			t.Fatal(err)
-		}
-		if err := os.WriteFile(s.Expected, []byte(got), 0o644); err != nil {
-			t.Fatal(err)
-		}
-		return
-	}
-	want, err := os.ReadFile(s.Expected)
-	if err != nil {
-		t.Fatalf("outboxtest: %v; write it with TWICEPROOF_UPDATE=1", err)
-	}
-	if string(want) == got {
-		return
-	}
-	was := map[string]bool{}
-	for l := range strings.SplitSeq(strings.TrimSuffix(string(want), "\n"), "\n") {
-		was[l] = true
-	}
-	var diff []string
-	for _, l := range list {
-		if !was[l] {
-			diff = append(diff, "+ "+l)
-		}
-		delete(was, l)
-	}
-	for _, l := range slices.Sorted(maps.Keys(was)) {
-		diff = append(diff, "- "+l)
-	}
-	t.Errorf("outboxtest: the cases differ from %s (if that is meant: TWICEPROOF_UPDATE=1):\n%s", s.Expected, strings.Join(diff, "\n"))
 }
