@@ -135,7 +135,7 @@ func demoServices(ctx context.Context, f demoFlags) (map[string]string, func() e
 func demoBroker(ctx context.Context, name, url string) (demo.Broker, func(), error) {
 	switch name {
 	case "memory":
-		b := memory.New(memory.Config{Chaos: memory.Chaos{Seed: 1, Duplicate: 1, LoseAck: 0.1, Delay: 0.2, MaxDelay: 20 * time.Millisecond, Reorder: 8, PublishUnknown: 0.02}})
+		b := memory.New(memory.Config{Chaos: memory.Chaos{Seed: 1, Duplicate: demo.Duplicates, LoseAck: 0.1, Delay: 0.2, MaxDelay: 20 * time.Millisecond, Reorder: 8, PublishUnknown: 0.02}})
 		b.Queue(demo.Topic, memory.QueueConfig{Visibility: 500 * time.Millisecond})
 		return demo.Broker{Name: "memory", Publisher: b.Publisher(),
 			Source: func() brokers.Source { return b.Source(demo.Topic) },

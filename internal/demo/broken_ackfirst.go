@@ -9,6 +9,10 @@ import (
 	"github.com/twiceproof/twiceproof/inbox"
 )
 
+// Duplicates is the part of the messages that the demo's broker delivers twice: none
+// here, since a second copy would make good for the one that is lost.
+const Duplicates = 0.0
+
 // breakRunner makes the mistake of acknowledging before the commit: what a crash
 // finds in hand is lost.
 func breakRunner[Tx any](s inbox.Store[Tx], src brokers.Source) (inbox.Store[Tx], brokers.Source) {

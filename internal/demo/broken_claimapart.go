@@ -12,6 +12,9 @@ import (
 	"github.com/twiceproof/twiceproof/inbox"
 )
 
+// Duplicates is the part of the messages that the demo's broker delivers twice.
+const Duplicates = 1.0
+
 // breakRunner makes the mistake of claiming outside the handler's transaction: the
 // message is looked up first, the effect is committed by itself, and the claim
 // follows with the acknowledgement. A crash in between doubles the effect.
