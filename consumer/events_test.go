@@ -299,7 +299,10 @@ func TestUnknownCommitIsResolvedByClaimingAgain(t *testing.T) {
 			var runs atomic.Int64
 			r := db.start(t, b.Source("q"), cfg, func(_ context.Context, exec execFunc, m *consumer.Message) error {
 				if runs.Add(1) == 1 {
-					proxy.Arm(fault)
+					proxy.ArmMarked(fault)
+					if err := exec(pgproxy.Marker); err != nil {
+						return err
+					}
 				}
 				return effect(exec, m)
 			})
@@ -331,12 +334,12 @@ func TestUnknownCommitOfAHold(t *testing.T) {
 			var runs atomic.Int64
 			r := db.start(t, b.Source("q"), cfg, func(_ context.Context, exec execFunc, m *consumer.Message) error {
 				if runs.Add(1) == 1 {
-					proxy.Arm(fault)
+					proxy.ArmMarked(fault) // the hold carries the payload, and so the marker
 					return consumer.Permanent(errors.New("no"))
 				}
 				return effect(exec, m)
 			})
-			publish(t, b, msg("q", "1", "", "x"))
+			publish(t, b, msg("q", "1", "", pgproxy.Marker))
 			eventually(t, "settled", func() bool { return b.Len("q") == 0 })
 			require.NoError(t, r.stop())
 			require.Equal(t, 1, proxy.Hits())

@@ -48,8 +48,6 @@ type Fixture[Tx any] struct {
 	Guarded bool
 }
 
-type suite[Tx any] struct{ cfg Config[Tx] }
-
 type testCase[Tx any] struct {
 	name string
 	not  func(f Fixture[Tx]) string

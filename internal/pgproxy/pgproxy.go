@@ -37,6 +37,7 @@ type Proxy struct {
 
 	target string
 	fault  atomic.Int32
+	marked atomic.Bool // only transactions with a Marker are struck
 	hits   atomic.Int32
 	wg     sync.WaitGroup
 	mu     sync.Mutex
@@ -69,7 +70,20 @@ func New(t testing.TB, target string) *Proxy {
 }
 
 // Arm sets what happens to the next COMMIT.
-func (p *Proxy) Arm(f Fault) { p.fault.Store(int32(f)) }
+func (p *Proxy) Arm(f Fault) {
+	p.marked.Store(false)
+	p.fault.Store(int32(f))
+}
+
+// Marker is a statement that does nothing.
+const Marker = `SELECT 'lose this commit'`
+
+// ArmMarked is Arm for the next COMMIT of a transaction that has run [Marker], where
+// others run beside it.
+func (p *Proxy) ArmMarked(f Fault) {
+	p.marked.Store(true)
+	p.fault.Store(int32(f))
+}
 
 // Hits is how many COMMITs were lost.
 func (p *Proxy) Hits() int { return int(p.hits.Load()) }
@@ -120,9 +134,12 @@ func (p *Proxy) serve(client net.Conn) {
 		}
 	})
 	buf := make([]byte, 32<<10)
+	marker := false
 	for {
 		n, err := client.Read(buf)
-		if n > 0 && bytes.Contains(bytes.ToLower(buf[:n]), []byte("commit\x00")) {
+		marker = marker || bytes.Contains(buf[:n], []byte(Marker))
+		if n > 0 && bytes.Contains(bytes.ToLower(buf[:n]), []byte("commit\x00")) && (marker || !p.marked.Load()) {
+			marker = false
 			switch Fault(p.fault.Swap(int32(None))) {
 			case LoseAnswer:
 				p.hits.Add(1)
