@@ -13,6 +13,12 @@ func ownershipCases() []testCase {
 	return []testCase{
 		{name: "ownership/lost-and-redelivered", run: lostAndRedelivered, not: disconnects},
 		{name: "ownership/late-settle-touches-nobody", run: lateSettle, not: disconnects},
+		{name: "ownership/later-ones-end-first", run: laterOnesEndFirst, not: func(s *suite) string {
+			if !s.caps.LaneOrdered {
+				return "LaneOrdered is false"
+			}
+			return disconnects(s)
+		}},
 		{name: "ownership/epoch-changes", run: epochChanges, not: disconnects},
 		{name: "ownership/kept-while-held", run: keptWhileHeld, not: func(s *suite) string {
 			if s.Lease == 0 {
@@ -72,6 +78,38 @@ func lateSettle(e *env) {
 	last := e.receive(next, 5) // nothing was settled
 	e.sameIDs(last, 5)
 	e.done(next, last...)
+}
+
+// laterOnesEndFirst: whoever sees that a message is lost must find the later ones of
+// its lane lost as well, or would start the next of its key in its place.
+func laterOnesEndFirst(e *env) {
+	for range 5 {
+		src := e.open(10)
+		e.send(5, "one key")
+		ds := e.receive(src, 5)
+		early := make(chan int, len(ds))
+		for i, d := range ds {
+			go func() {
+				<-d.Context.Done()
+				n := 0
+				for _, later := range ds[i+1:] {
+					if later.Context.Err() == nil {
+						n++
+					}
+				}
+				early <- n
+			}()
+		}
+		e.f.Disconnect(src)
+		for range ds {
+			if n := <-early; n > 0 {
+				e.Errorf("a delivery's context ended while those of %d later ones of its lane had not", n)
+			}
+		}
+		again := e.receive(src, 5)
+		e.done(src, again...)
+		e.close(src)
+	}
 }
 
 func epochChanges(e *env) {
