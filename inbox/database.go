@@ -154,7 +154,7 @@ func (s *SQLStore) TakeHeads(ctx context.Context, q HeadQuery) (hs []*Head, err 
 		hs, err = s.e.takeHeads(ctx, sqldb.SQL(tx), consumer, q)
 		return err
 	})
-	return hs, err
+	return hs, classify(err)
 }
 
 // BeginRetry implements [Store].

@@ -25,7 +25,8 @@ type Store[Tx any] interface {
 	Record(ctx context.Context, u Unit, outcomes ...Outcome[Tx]) ([]Verdict, error)
 
 	// TakeHeads marks due held messages as started by this caller for the lease, each
-	// for one caller and only the first of its key, and returns them.
+	// for one caller and only the first of its key, and returns them. ErrClaimTimeout:
+	// another writer is in the way (SQLite); nothing was taken.
 	TakeHeads(ctx context.Context, q HeadQuery) ([]*Head, error)
 	// BeginRetry opens the transaction of a head's run. ErrHeadLost: it was taken
 	// again, or settled, by somebody else. ErrTxEnded: an earlier run ended its

@@ -2,6 +2,7 @@ package inboxtest
 
 import (
 	"context"
+	"errors"
 	"fmt"
 	"sync"
 	"sync/atomic"
@@ -36,7 +37,12 @@ func orderCases[Tx any]() []testCase[Tx] {
 				for i := 10; i < 20; i++ {
 					for k := range 5 {
 						it := e.item(fmt.Sprintf("%d/%d", k, i), fmt.Sprint("k", k))
-						a, vs, err := e.Other.Begin(context.Background(), e.unit(it))
+						var a inbox.Attempt[Tx]
+						var vs []inbox.Verdict
+						err := patiently(func() (err error) {
+							a, vs, err = e.Other.Begin(context.Background(), e.unit(it))
+							return err
+						})
 						if !assert.NoError(e, err) || vs[0] != inbox.Claimed {
 							continue
 						}
@@ -54,6 +60,15 @@ func orderCases[Tx any]() []testCase[Tx] {
 			require.Zero(e, e.heldRows())
 			require.Zero(e, e.inversions())
 		}},
+	}
+}
+
+// patiently tries again as a runner does, as long as another writer is in the way.
+func patiently(f func() error) error {
+	for {
+		if err := f(); !errors.Is(err, inbox.ErrClaimTimeout) {
+			return err
+		}
 	}
 }
 
@@ -88,7 +103,11 @@ func (e *env[Tx]) drainFailing(workers, nth int) int {
 		wg.Go(func() {
 			idle := 0
 			for idle < 50 {
-				hs, err := s.TakeHeads(context.Background(), inbox.HeadQuery{Consumer: e.consumer, Max: 3, Lease: time.Minute})
+				var hs []*inbox.Head
+				err := patiently(func() (err error) {
+					hs, err = s.TakeHeads(context.Background(), inbox.HeadQuery{Consumer: e.consumer, Max: 3, Lease: time.Minute})
+					return err
+				})
 				if !assert.NoError(e, err) {
 					return
 				}
@@ -113,7 +132,11 @@ func (e *env[Tx]) drainFailing(workers, nth int) int {
 
 func (e *env[Tx]) runHead(s inbox.Store[Tx], h *inbox.Head, fail bool) {
 	ctx := context.Background()
-	a, err := s.BeginRetry(ctx, h, e.unit())
+	var a inbox.Attempt[Tx]
+	err := patiently(func() (err error) {
+		a, err = s.BeginRetry(ctx, h, e.unit())
+		return err
+	})
 	if !assert.NoError(e, err) {
 		return
 	}

@@ -127,8 +127,12 @@ func raceCases[Tx any]() []testCase[Tx] {
 			for range 50 {
 				wg.Go(func() {
 					<-start
-					v, err := inbox.Once(context.Background(), e.Store, e.consumer, "1", func(ctx context.Context, tx Tx) error {
-						return e.Exec(ctx, tx, `INSERT INTO effects (id) VALUES ($1)`, "1")
+					var v inbox.Verdict
+					err := patiently(func() (err error) {
+						v, err = inbox.Once(context.Background(), e.Store, e.consumer, "1", func(ctx context.Context, tx Tx) error {
+							return e.Exec(ctx, tx, `INSERT INTO effects (id) VALUES ($1)`, "1")
+						})
+						return err
 					})
 					assert.NoError(e, err)
 					switch v {
@@ -154,7 +158,12 @@ func raceCases[Tx any]() []testCase[Tx] {
 				start := make(chan struct{})
 				wg.Go(func() {
 					<-start
-					a, vs, err := e.Store.Begin(context.Background(), e.unit(it))
+					var a inbox.Attempt[Tx]
+					var vs []inbox.Verdict
+					err := patiently(func() (err error) {
+						a, vs, err = e.Store.Begin(context.Background(), e.unit(it))
+						return err
+					})
 					if assert.NoError(e, err) && vs[0] == inbox.Claimed {
 						assert.NoError(e, e.Exec(context.Background(), a.Tx(), `INSERT INTO effects (id) VALUES ($1)`, it.ID))
 						r, err := a.Commit(context.Background())
@@ -164,8 +173,10 @@ func raceCases[Tx any]() []testCase[Tx] {
 				})
 				wg.Go(func() {
 					<-start
-					_, err := e.Other.Record(context.Background(), e.unit(), retryOf[Tx](it))
-					assert.NoError(e, err)
+					assert.NoError(e, patiently(func() error {
+						_, err := e.Other.Record(context.Background(), e.unit(), retryOf[Tx](it))
+						return err
+					}))
 				})
 				close(start)
 				wg.Wait()
@@ -197,8 +208,10 @@ func raceCases[Tx any]() []testCase[Tx] {
 					s = e.Other
 				}
 				wg.Go(func() {
-					_, err := s.Record(context.Background(), e.unit(), retryOf[Tx](e.item(fmt.Sprint(i), "k")))
-					assert.NoError(e, err)
+					assert.NoError(e, patiently(func() error {
+						_, err := s.Record(context.Background(), e.unit(), retryOf[Tx](e.item(fmt.Sprint(i), "k")))
+						return err
+					}))
 				})
 			}
 			wg.Wait()
