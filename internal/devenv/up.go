@@ -70,6 +70,16 @@ func Services() []Service {
 			composeURL: func(hp string) string { return "amqp://guest:guest@" + hp + "/" },
 			installers: []installer{apt("rabbitmq-server")},
 		},
+		{
+			Name: "sqs", EnvVar: "SQS_ENDPOINT",
+			ping: pingSQS,
+			local: func(ctx context.Context, o Options) (server, error) {
+				return orNil(StartSQS(ctx, o))
+			},
+			composeName: "sqs", composePort: "9324", composePortEnv: []string{"TWICEPROOF_SQS_PORT"},
+			composeURL: func(hp string) string { return "http://" + hp },
+			installers: []installer{elasticMQ.installer()},
+		},
 	}
 }
 

@@ -31,6 +31,15 @@ func OwnRabbitMQ(t testing.TB, cfg ...devenv.RabbitMQConfig) *devenv.RabbitMQ {
 	})
 }
 
+// OwnSQS starts a private ElasticMQ, which takes about 2 seconds, for tests that
+// stop, kill or restart it. Without its jars the test ends as in [Missing].
+func OwnSQS(t testing.TB) *devenv.SQS {
+	t.Helper()
+	return own(t, "sqs", func(ctx context.Context) (*devenv.SQS, error) {
+		return devenv.StartSQS(ctx, devenv.Options{})
+	})
+}
+
 func own[S interface{ Close() error }](t testing.TB, service string, start func(context.Context) (S, error)) S {
 	t.Helper()
 	ctx, cancel := context.WithTimeout(t.Context(), startTimeout)
