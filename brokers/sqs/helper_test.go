@@ -3,6 +3,7 @@ package sqs
 import (
 	"context"
 	"errors"
+	"fmt"
 	"net/http"
 	"strings"
 	"sync"
@@ -17,6 +18,7 @@ import (
 
 	"github.com/twiceproof/twiceproof/brokers"
 	"github.com/twiceproof/twiceproof/internal/devenv/devtest"
+	"github.com/twiceproof/twiceproof/internal/sqsfake"
 )
 
 func TestMain(m *testing.M) { goleak.VerifyTestMain(m) }
@@ -174,4 +176,120 @@ func (r *rig) disconnect(s *Source) {
 
 func (r *rig) fixture() (src func() brokers.Source, pub func() brokers.Publisher) {
 	return func() brokers.Source { return r.source(nil) }, func() brokers.Publisher { return r.publisher(nil) }
+}
+
+// strict is a rig on the server in the process; use it in a synctest bubble.
+func strict(t *testing.T, fifo bool, attrs map[string]string) (*rig, *sqsfake.Server) {
+	t.Helper()
+	srv := sqsfake.New()
+	return newRig(t, "http://sqsfake", srv, fifo, attrs), srv
+}
+
+// events collects what a Source tells.
+type events struct {
+	mu  sync.Mutex
+	all []brokers.Event
+}
+
+func (e *events) note(ev brokers.Event) {
+	e.mu.Lock()
+	defer e.mu.Unlock()
+	e.all = append(e.all, ev)
+}
+
+func (e *events) of(kind brokers.EventKind) (n int) {
+	e.mu.Lock()
+	defer e.mu.Unlock()
+	for _, ev := range e.all {
+		if ev.Kind == kind {
+			n++
+		}
+	}
+	return n
+}
+
+// open opens a Source that is closed at the end of the test.
+func (r *rig) open(room int, edit func(*SourceConfig)) (*Source, *events) {
+	r.t.Helper()
+	s, ev := r.source(edit), &events{}
+	_, err := s.Open(r.t.Context(), brokers.OpenOptions{Consumer: "test", Room: room, Observer: ev.note})
+	require.NoError(r.t, err)
+	r.t.Cleanup(func() { r.close(s) })
+	return s, ev
+}
+
+func (r *rig) close(c interface{ Close(context.Context) error }) {
+	r.t.Helper()
+	ctx, cancel := context.WithTimeout(context.Background(), 30*time.Second)
+	defer cancel()
+	require.NoError(r.t, c.Close(ctx))
+}
+
+// send publishes messages with ids, all of one key.
+func (r *rig) send(key string, ids ...string) {
+	r.t.Helper()
+	p := r.publisher(nil)
+	defer r.close(p)
+	ms := make([]*brokers.Message, len(ids))
+	for i, id := range ids {
+		ms[i] = &brokers.Message{ID: id, Key: key, Topic: r.queue, Payload: []byte("payload of " + id)}
+	}
+	for _, res := range p.Publish(r.t.Context(), ms...) {
+		require.Equal(r.t, brokers.Accepted, res.Outcome, "%v", res.Err)
+	}
+}
+
+// receive receives n deliveries within a while.
+func (r *rig) receive(s *Source, n int) []*brokers.Delivery {
+	r.t.Helper()
+	ctx, cancel := context.WithTimeout(context.Background(), 90*time.Second)
+	defer cancel()
+	var ds []*brokers.Delivery
+	for len(ds) < n {
+		more, err := s.Receive(ctx, n-len(ds))
+		require.NoError(r.t, err, "received %d of %d", len(ds), n)
+		ds = append(ds, more...)
+	}
+	return ds
+}
+
+// nothing checks that nothing is handed over for a while.
+func (r *rig) nothing(s *Source, d time.Duration) {
+	r.t.Helper()
+	ctx, cancel := context.WithTimeout(context.Background(), d)
+	defer cancel()
+	ds, err := s.Receive(ctx, 10)
+	require.ErrorIs(r.t, err, context.DeadlineExceeded, "received %v", idsOf(ds))
+}
+
+func (r *rig) settle(s *Source, v brokers.Verb, ds ...*brokers.Delivery) []error {
+	ss := make([]brokers.Settlement, len(ds))
+	for i, d := range ds {
+		ss[i] = brokers.Settlement{Delivery: d, Verb: v}
+	}
+	return s.Settle(context.Background(), ss...)
+}
+
+func (r *rig) done(s *Source, ds ...*brokers.Delivery) {
+	r.t.Helper()
+	for _, err := range r.settle(s, brokers.Done, ds...) {
+		require.NoError(r.t, err)
+	}
+}
+
+func idsOf(ds []*brokers.Delivery) []string {
+	ids := make([]string, len(ds))
+	for i, d := range ds {
+		ids[i] = d.ID
+	}
+	return ids
+}
+
+// numbered returns ids "<prefix>0000" and so on.
+func numbered(prefix string, n int) []string {
+	ids := make([]string, n)
+	for i := range ids {
+		ids[i] = fmt.Sprintf("%s%04d", prefix, i)
+	}
+	return ids
 }

@@ -129,19 +129,30 @@ func (s *Source) tend(now time.Time) time.Duration {
 	s.mu.Lock()
 	defer s.mu.Unlock()
 	soon := now.Add(s.cfg.Visibility / 12)
-	next := soon
+	next := soon // what is received meanwhile is due later than that
 	var due, behind []*lease
+	urgent := false
 	for _, l := range s.inHand() {
-		switch {
-		case l.state != leaseHeld: // lost with an earlier one of this very round
-		case !l.until.After(now):
-			behind = append(behind, s.over(l, now)...)
-		case l.settling || l.extended != nil || l.beat.IsZero() || l.beat.After(soon):
-			next = earlier(next, l.until)
-		default:
-			due = append(due, l)
-			next = earlier(next, l.until)
+		if l.state != leaseHeld { // lost with an earlier one of this very round
+			continue
 		}
+		if !l.until.After(now) {
+			behind = append(behind, s.over(l, now)...)
+			continue
+		}
+		next = earlier(next, l.until)
+		if l.settling || l.extended != nil || l.beat.IsZero() || l.beat.After(soon) {
+			continue
+		}
+		due = append(due, l)
+		if l.beat.After(now) {
+			next = earlier(next, l.beat)
+		} else {
+			urgent = true
+		}
+	}
+	if !urgent { // what is due soon goes along with what is due
+		due = nil
 	}
 	for chunk := range slices.Chunk(due, maxBatch) {
 		answered := make(chan struct{})
