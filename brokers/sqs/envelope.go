@@ -90,14 +90,18 @@ func parseSNS(body []byte) (*snsEnvelope, bool) {
 }
 
 func (s *snsEnvelope) open(m *brokers.Message, attrs *attributes) error {
+	values := make(map[string][]byte, len(s.MessageAttributes))
 	for name, a := range s.MessageAttributes {
-		v := []byte(a.Value)
+		values[name] = []byte(a.Value)
 		if a.Type == "Binary" {
-			var err error
-			if v, err = base64.StdEncoding.DecodeString(a.Value); err != nil {
+			v, err := base64.StdEncoding.DecodeString(a.Value)
+			if err != nil {
 				return fmt.Errorf("%w: attribute %q is no base64", errEnvelope, name)
 			}
+			values[name] = v
 		}
+	}
+	for name, v := range values {
 		attrs.set(name, v)
 	}
 	m.Payload = []byte(*s.Message)
