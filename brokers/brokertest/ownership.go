@@ -83,9 +83,15 @@ func lateSettle(e *env) {
 // laterOnesEndFirst: whoever sees that a message is lost must find the later ones of
 // its lane lost as well, or would start the next of its key in its place.
 func laterOnesEndFirst(e *env) {
-	for range 5 {
+	for turn := range 5 {
 		src := e.open(10)
-		e.send(5, "one key")
+		var ms []*brokers.Message
+		for i := range 5 { // other IDs each turn: a FIFO queue drops those that it knows
+			m := e.message(5*turn + i)
+			m.Key = "one key"
+			ms = append(ms, m)
+		}
+		e.publish(ms...)
 		ds := e.receive(src, 5)
 		early := make(chan int, len(ds))
 		for i, d := range ds {
