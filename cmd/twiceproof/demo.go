@@ -9,6 +9,7 @@ import (
 	"io"
 	"os"
 	"path/filepath"
+	"strings"
 	"time"
 
 	"github.com/google/uuid"
@@ -50,7 +51,7 @@ from the database afterwards. The exit code is 1 unless nothing is lost or doubl
 		Args: noArgs,
 		RunE: func(cmd *cobra.Command, _ []string) error { return runDemo(cmd.Context(), cmd.OutOrStdout(), f) },
 	}
-	c.Flags().StringVar(&f.broker, "broker", "memory", "memory or rabbitmq (AMQP_URL, else one that is found or started)")
+	c.Flags().StringVar(&f.broker, "broker", "memory", "memory, rabbitmq (AMQP_URL) or sqs (SQS_ENDPOINT), else one that is found or started")
 	c.Flags().StringVar(&f.database, "database", "sqlite", "sqlite or postgres (DATABASE_URL, else one that is found or started)")
 	c.Flags().IntVar(&f.messages, "messages", 500, "how many messages")
 	c.Flags().BoolVar(&f.install, "install", false, "install services that are missing")
@@ -68,7 +69,7 @@ func runDemo(ctx context.Context, out io.Writer, f demoFlags) (err error) {
 		return err
 	}
 	defer func() { err = errors.Join(err, stop()) }()
-	b, closeBroker, err := demoBroker(ctx, f.broker, urls["AMQP_URL"])
+	b, closeBroker, err := demoBroker(ctx, f.broker, urls)
 	if err != nil {
 		return err
 	}
@@ -99,11 +100,12 @@ func runDemo(ctx context.Context, out io.Writer, f demoFlags) (err error) {
 // demoServices finds, starts or installs the real services that are asked for.
 func demoServices(ctx context.Context, f demoFlags) (map[string]string, func() error, error) {
 	var names []string
-	if f.database == "postgres" {
-		names = append(names, "postgres")
-	}
-	if f.broker == "rabbitmq" {
-		names = append(names, "rabbitmq")
+	need := map[string]string{} // service to the variable of its URL
+	for name, variable := range map[string]string{"postgres": "DATABASE_URL", "rabbitmq": "AMQP_URL", "sqs": "SQS_ENDPOINT"} {
+		if f.database == name || f.broker == name {
+			names = append(names, name)
+			need[name] = variable
+		}
 	}
 	urls := map[string]string{}
 	if len(names) == 0 {
@@ -118,21 +120,18 @@ func demoServices(ctx context.Context, f demoFlags) (map[string]string, func() e
 		return nil, nil, fmt.Errorf("%w (add --install to install what is missing)", err)
 	}
 	for _, kv := range env.Environ() {
-		for _, name := range []string{"DATABASE_URL", "AMQP_URL"} {
-			if len(kv) > len(name) && kv[:len(name)+1] == name+"=" {
-				urls[name] = kv[len(name)+1:]
-			}
-		}
+		name, url, _ := strings.Cut(kv, "=")
+		urls[name] = url
 	}
-	for _, need := range map[string]string{"postgres": "DATABASE_URL", "rabbitmq": "AMQP_URL"} {
-		if _, ok := urls[need]; !ok && (need == "DATABASE_URL") == (f.database == "postgres") && (need == "DATABASE_URL" || f.broker == "rabbitmq") {
-			return nil, nil, errors.Join(fmt.Errorf("no server found for %s: set it, or add --install", need), env.Close())
+	for _, variable := range need {
+		if urls[variable] == "" {
+			return nil, nil, errors.Join(fmt.Errorf("no server found for %s: set it, or add --install", variable), env.Close())
 		}
 	}
 	return urls, env.Close, nil
 }
 
-func demoBroker(ctx context.Context, name, url string) (demo.Broker, func(), error) {
+func demoBroker(ctx context.Context, name string, urls map[string]string) (demo.Broker, func(), error) {
 	switch name {
 	case "memory":
 		b := memory.New(memory.Config{Chaos: memory.Chaos{Seed: 1, Duplicate: demo.Duplicates, LoseAck: 0.1, Delay: 0.2, MaxDelay: 20 * time.Millisecond, Reorder: 8, PublishUnknown: 0.02}})
@@ -141,9 +140,11 @@ func demoBroker(ctx context.Context, name, url string) (demo.Broker, func(), err
 			Source: func() brokers.Source { return b.Source(demo.Topic) },
 			Empty:  func(context.Context) (bool, error) { return b.Len(demo.Topic) == 0, nil }}, func() {}, nil
 	case "rabbitmq":
-		return demoRabbitMQ(ctx, url)
+		return demoRabbitMQ(ctx, urls["AMQP_URL"])
+	case "sqs":
+		return demoSQS(ctx, urls["SQS_ENDPOINT"])
 	}
-	return demo.Broker{}, nil, usageError{fmt.Errorf("--broker %q: use memory or rabbitmq", name)}
+	return demo.Broker{}, nil, usageError{fmt.Errorf("--broker %q: use memory, rabbitmq or sqs", name)}
 }
 
 // demoRabbitMQ makes queues of this run's own. The function it returns deletes them.
