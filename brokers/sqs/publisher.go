@@ -63,7 +63,7 @@ type Publisher struct {
 func NewPublisher(cfg PublisherConfig) (*Publisher, error) {
 	var errs []error
 	if cfg.Client == nil && cfg.AWS.Region == "" && cfg.AWS.Credentials == nil && cfg.AWS.BaseEndpoint == nil {
-		errs = append(errs, errors.New("neither AWS nor Client is set: use what config.LoadDefaultConfig returns"))
+		errs = append(errs, errors.New("no client: set AWS to what config.LoadDefaultConfig returns, or Client"))
 	}
 	if cfg.MaxBytes < 0 || cfg.MaxBytes > maxBytes {
 		errs = append(errs, fmt.Errorf("MaxBytes is %d: SQS takes up to %d", cfg.MaxBytes, maxBytes))
