@@ -69,7 +69,7 @@ func NewPublisher(cfg PublisherConfig) (*Publisher, error) {
 		errs = append(errs, fmt.Errorf("MaxBytes is %d: SQS takes up to %d", cfg.MaxBytes, maxBytes))
 	}
 	if cfg.Concurrency < 0 {
-		errs = append(errs, fmt.Errorf("Concurrency is negative: %d", cfg.Concurrency))
+		errs = append(errs, fmt.Errorf("negative Concurrency: %d", cfg.Concurrency))
 	}
 	if len(errs) > 0 {
 		return nil, brokers.NewFatal("sqs.PublisherConfig", errors.Join(errs...), "")
