@@ -5,6 +5,7 @@ import (
 	"context"
 	"errors"
 	"fmt"
+	"maps"
 	"slices"
 	"sync"
 	"time"
@@ -83,17 +84,36 @@ func (p *Publisher) Publish(ctx context.Context, ms ...*brokers.Message) []broke
 	defer cancel(nil)
 	defer context.AfterFunc(p.life, func() { cancel(brokers.ErrClosed) })()
 
-	batches := p.sort(ctx, ms, rs)
-	var wg sync.WaitGroup
-	for _, b := range batches {
-		if len(batches) == 1 {
-			b.send(ctx)
-			break
+	c := call{p: p, now: time.Now(), routes: p.lookUp(ctx, ms), stopped: map[string]bool{}}
+	p.mu.Lock()
+	p.rotated++
+	c.rotated = p.rotated
+	p.mu.Unlock()
+	for at := 0; at < len(ms); {
+		var streams []*stream
+		streams, at = c.round(ms, rs, at)
+		var wg sync.WaitGroup
+		for _, s := range streams[min(1, len(streams)):] {
+			wg.Go(func() { s.send(ctx) })
 		}
-		wg.Go(func() { b.send(ctx) })
+		if len(streams) > 0 {
+			streams[0].send(ctx)
+		}
+		wg.Wait()
+		for _, s := range streams {
+			maps.Copy(c.stopped, s.stopped)
+		}
 	}
-	wg.Wait()
 	return rs
+}
+
+// call is one Publish.
+type call struct {
+	p       *Publisher
+	now     time.Time
+	routes  map[string]route
+	rotated int
+	stopped map[string]bool // keys with a message that is not accepted
 }
 
 // entry is one message of a Publish.
@@ -114,57 +134,54 @@ type stream struct {
 	stopped   map[string]bool // keys of this stream with a message that is not accepted
 }
 
-// sort answers what cannot be sent and returns the rest by partition.
-func (p *Publisher) sort(ctx context.Context, ms []*brokers.Message, rs []brokers.Result) []*stream {
-	states := p.lookUp(ctx, ms)
-	streams := map[string]map[int]*stream{}
-	var list []*stream
-	now := time.Now()
-	p.mu.Lock()
-	p.rotated++
-	rotated := p.rotated
-	p.mu.Unlock()
-	stopped := map[[2]string]bool{}
-	for i, m := range ms {
-		key := [2]string{m.Topic, m.Key}
-		refuse := func(r brokers.Result) {
-			rs[i] = r
-			if m.Key != "" {
-				stopped[key] = true
-			}
-		}
-		if m.Key != "" && stopped[key] {
+// round answers what cannot be sent and returns the rest by partition, up to the first
+// message whose key is in the round already on another topic: that one has to wait for
+// what becomes of the earlier one. next is where the next round begins.
+func (c *call) round(ms []*brokers.Message, rs []brokers.Result, from int) (list []*stream, next int) {
+	type place struct {
+		topic     string
+		partition int
+	}
+	streams := map[place]*stream{}
+	keys := map[string]string{} // the topic of each key of the round
+	for i := from; i < len(ms); i++ {
+		m := ms[i]
+		if m.Key != "" && c.stopped[m.Key] {
 			rs[i] = brokers.Result{Outcome: brokers.NotSent, Err: brokers.ErrKeyStopped}
 			continue
 		}
-		st := states[m.Topic]
-		if st.result.Err != nil {
-			refuse(st.result)
-			continue
+		if topic, ok := keys[m.Key]; ok && topic != m.Topic {
+			return list, i
 		}
-		rec, size := recordOf(m, now)
-		if size > p.cfg.MaxMessageBytes {
-			refuse(brokers.Result{Outcome: brokers.Refused, Err: &brokers.Error{
-				Class: brokers.Permanent, Op: "publish", Err: fmt.Errorf("the message has %d bytes; MaxMessageBytes is %d", size, p.cfg.MaxMessageBytes),
-			}})
-			continue
+		rt := c.routes[m.Topic]
+		refused := rt.result
+		rec, size := recordOf(m, c.now)
+		if refused.Err == nil && size > c.p.cfg.MaxMessageBytes {
+			refused = brokers.Result{Outcome: brokers.Refused, Err: &brokers.Error{
+				Class: brokers.Permanent, Op: "publish", Err: fmt.Errorf("the message has %d bytes; MaxMessageBytes is %d", size, c.p.cfg.MaxMessageBytes),
+			}}
 		}
-		part := rotated % len(st.partitions)
-		if m.Key != "" {
-			part = partitioner.Balance(kafka.Message{Key: []byte(m.Key)}, st.partitions...)
-		}
-		s := streams[m.Topic][part]
-		if s == nil {
-			s = &stream{p: p, topic: m.Topic, partition: part, turn: st.turns[part], stopped: map[string]bool{}}
-			if streams[m.Topic] == nil {
-				streams[m.Topic] = map[int]*stream{}
+		if refused.Err != nil {
+			rs[i] = refused
+			if m.Key != "" {
+				c.stopped[m.Key] = true
 			}
-			streams[m.Topic][part] = s
+			continue
+		}
+		at := place{m.Topic, c.rotated % len(rt.partitions)}
+		if m.Key != "" {
+			at.partition = partitioner.Balance(kafka.Message{Key: []byte(m.Key)}, rt.partitions...)
+			keys[m.Key] = m.Topic
+		}
+		s := streams[at]
+		if s == nil {
+			s = &stream{p: c.p, topic: m.Topic, partition: at.partition, turn: rt.turns[at.partition], stopped: map[string]bool{}}
+			streams[at] = s
 			list = append(list, s)
 		}
 		s.es = append(s.es, entry{m, &rs[i], rec, size})
 	}
-	return list
+	return list, len(ms)
 }
 
 // route is where the messages of a topic can go, or why nowhere.
