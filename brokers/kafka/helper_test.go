@@ -69,10 +69,12 @@ func (r *rig) create(topic string, partitions int, config ...string) {
 		_, _ = r.admin.DeleteTopics(ctx, &kafka.DeleteTopicsRequest{Topics: []string{topic}})
 	})
 	// A new topic is not led at once.
-	require.Eventually(r.t, func() bool {
-		res, err := r.admin.ListOffsets(context.Background(), &kafka.ListOffsetsRequest{Topics: map[string][]kafka.OffsetRequest{topic: {kafka.LastOffsetOf(0)}}})
-		return err == nil && len(res.Topics[topic]) == 1 && res.Topics[topic][0].Error == nil
-	}, patience, 50*time.Millisecond)
+	for p := range partitions {
+		require.Eventually(r.t, func() bool {
+			res, err := r.admin.ListOffsets(context.Background(), listLast(topic, p))
+			return err == nil && len(res.Topics[topic]) == 1 && res.Topics[topic][0].Error == nil
+		}, patience, 50*time.Millisecond)
+	}
 }
 
 func id(i int) string { return fmt.Sprintf("m%05d", i) }
@@ -328,4 +330,22 @@ func (r *rig) publishIDs(ids ...string) {
 		rec.Headers = append(rec.Headers, protocol.Header{Key: brokers.HeaderMessageID, Value: []byte(id)})
 	}
 	r.write(0, rec)
+}
+
+func listLast(topic string, partition int) *kafka.ListOffsetsRequest {
+	return &kafka.ListOffsetsRequest{Topics: map[string][]kafka.OffsetRequest{topic: {kafka.LastOffsetOf(partition)}}}
+}
+
+// bigRecord is a message of 20,000 bytes that do not compress.
+func bigRecord(i int) protocol.Record {
+	b := make([]byte, 20_000)
+	x := uint32(i + 1)
+	for j := range b {
+		x = x*1664525 + 1013904223
+		b[j] = byte(x >> 24)
+	}
+	return protocol.Record{
+		Time: time.Now(), Value: protocol.NewBytes(b),
+		Headers: []protocol.Header{{Key: brokers.HeaderMessageID, Value: []byte(id(i))}},
+	}
 }
