@@ -8,6 +8,8 @@ import (
 
 	"github.com/segmentio/kafka-go"
 	"github.com/segmentio/kafka-go/sasl"
+
+	"github.com/twiceproof/twiceproof/brokers"
 )
 
 // callTimeout bounds one request to a broker.
@@ -49,13 +51,14 @@ type client struct {
 	*kafka.Client
 	rt     *kafka.Transport
 	dialer *kafka.Dialer
+	addrs  []string
 	// free closes the connections of a transport of ours.
 	free func()
 }
 
 // newClient connects to nothing. topics bounds what the transport asks the cluster
 // about; nil means all topics.
-func newClient(brokers []string, sec Security, id string, topics []string) *client {
+func newClient(addrs []string, sec Security, id string, topics []string) *client {
 	rt, free := sec.Transport, func() {}
 	if rt != nil {
 		if sec.TLS == nil {
@@ -80,8 +83,8 @@ func newClient(brokers []string, sec Security, id string, topics []string) *clie
 		free = rt.CloseIdleConnections
 	}
 	return &client{
-		Client: &kafka.Client{Addr: kafka.TCP(brokers...), Timeout: callTimeout, Transport: rt},
-		rt:     rt, free: free,
+		Client: &kafka.Client{Addr: kafka.TCP(addrs...), Timeout: callTimeout, Transport: rt},
+		rt:     rt, free: free, addrs: addrs,
 		dialer: &kafka.Dialer{ClientID: id, DialFunc: sec.Dial, Timeout: 5 * time.Second, TLS: sec.TLS, SASLMechanism: sec.SASL},
 	}
 }
@@ -104,4 +107,24 @@ func (c *client) partitions(ctx context.Context, topics []string) (map[string]in
 		}
 	}
 	return n, nil
+}
+
+// explain returns a better error for a connection that ended without a word, if there
+// is one: kafka-go's dialer, which the group uses, passes on what its transport loses
+// of a refused login.
+func (c *client) explain(ctx context.Context, err error) error {
+	if !hang(err) {
+		return err
+	}
+	for _, addr := range c.addrs {
+		conn, derr := c.dialer.DialContext(ctx, "tcp", addr)
+		if derr == nil {
+			_ = conn.Close()
+			return err
+		}
+		if class, _ := classOf(derr); class == brokers.Fatal {
+			return derr
+		}
+	}
+	return err
 }

@@ -223,6 +223,9 @@ func (p *Publisher) lookUp(ctx context.Context, ms []*brokers.Message) map[strin
 	}
 	res, err := p.c.Metadata(ctx, &kafka.MetadataRequest{Topics: names})
 	if err != nil {
+		if ctx.Err() == nil {
+			err = p.c.explain(ctx, err)
+		}
 		err = classify("look up the topic", causeOf(ctx, err))
 		if ctx.Err() != nil || brokers.ClassOf(err) != brokers.Fatal {
 			return all(brokers.Result{Outcome: brokers.NotSent, Err: err})

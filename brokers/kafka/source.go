@@ -1,6 +1,7 @@
 package kafka
 
 import (
+	"cmp"
 	"context"
 	"errors"
 	"fmt"
@@ -144,10 +145,14 @@ func (s *Source) open(ctx, runCtx context.Context) (brokers.Capabilities, error)
 func (s *Source) inspect(ctx context.Context) (*client, map[string]int, error) {
 	op := fmt.Sprintf("open topics %q", s.cfg.Topics)
 	refusals := 0
+	var last error // of a try that ctx did not cut short
 	for try := 0; ; try++ {
 		// A new one each time: a transport answers from its last failure for a while.
 		c := newClient(s.cfg.Brokers, s.cfg.Security, s.clientID(), s.cfg.Topics)
 		counts, err := c.partitions(ctx, s.cfg.Topics)
+		if err != nil && ctx.Err() == nil {
+			err = c.explain(ctx, err)
+		}
 		if err == nil {
 			if missing := s.missing(counts); len(missing) > 0 {
 				err = missingTopic(brokers.Fatal, op, missing...)
@@ -159,12 +164,13 @@ func (s *Source) inspect(ctx context.Context) (*client, map[string]int, error) {
 		c.free()
 		err = classify(op, err)
 		if ctx.Err() != nil {
-			e := &brokers.Error{Class: brokers.Retryable, Op: op, Err: errors.Join(context.Cause(ctx), err)}
-			if hang(err) {
+			e := &brokers.Error{Class: brokers.Retryable, Op: op, Err: errors.Join(context.Cause(ctx), cmp.Or(last, err))}
+			if hang(last) {
 				e.Hint = "the broker hangs up without a word: does this port expect TLS or SASL?"
 			}
 			return nil, nil, e
 		}
+		last = err
 		if brokers.ClassOf(err) == brokers.Fatal {
 			if refusals++; refusals >= fatalTries {
 				return nil, nil, err
