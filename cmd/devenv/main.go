@@ -1,6 +1,6 @@
 // Command devenv runs a command with the real services it needs: it finds, starts
-// or installs PostgreSQL and RabbitMQ, puts their URLs into the command's
-// environment, and stops what it started when the command ends.
+// or installs PostgreSQL, RabbitMQ, Kafka and an SQS server, puts their URLs into the
+// command's environment, and stops what it started when the command ends.
 //
 //	go run ./cmd/devenv -- go test ./...
 //
@@ -44,14 +44,15 @@ For each service devenv takes the first of these that answers:
   2. this repository's docker compose project, where it is running
   3. local binaries, started on a private directory and random ports
   4. a Docker engine: docker compose up, as a project of its own
-  5. a package manager: apt-get (as root), npm (PostgreSQL) and Maven (SQS)
-     into the user's cache
+  5. a package manager: apt-get (as root), npm (PostgreSQL) and Maven (SQS,
+     Kafka) into the user's cache
 A service that none of them gives is reported as SKIP, and the command runs without.
 
   service    variable
   postgres   DATABASE_URL
   rabbitmq   AMQP_URL
   sqs        SQS_ENDPOINT
+  kafka      KAFKA_BROKERS (host:port, a comma separates several)
 
 Flags:
 `

@@ -42,7 +42,8 @@ func stateDir(t *testing.T) string {
 func environment(state string, more ...string) []string {
 	var env []string
 	for _, kv := range os.Environ() {
-		if !strings.HasPrefix(kv, "DATABASE_URL=") && !strings.HasPrefix(kv, "AMQP_URL=") && !strings.HasPrefix(kv, "TWICEPROOF_") {
+		if !strings.HasPrefix(kv, "DATABASE_URL=") && !strings.HasPrefix(kv, "AMQP_URL=") &&
+			!strings.HasPrefix(kv, "SQS_ENDPOINT=") && !strings.HasPrefix(kv, "KAFKA_BROKERS=") && !strings.HasPrefix(kv, "TWICEPROOF_") {
 			env = append(env, kv)
 		}
 	}
@@ -97,7 +98,7 @@ func TestExitCodesAndEnvironment(t *testing.T) {
 		{name: "cannot be run", args: []string{"-only", "postgres", "--", "/etc/passwd"}, code: 126},
 		{name: "require reaches the command", args: []string{"-only", "postgres", "-require", "postgres", "--", "sh", "-c", `echo "$TWICEPROOF_REQUIRE"`}, env: []string{"TWICEPROOF_REQUIRE=kafka"}, stdout: "kafka,postgres\n"},
 		{name: "no command", code: 125, stderr: "no command given"},
-		{name: "unknown service", args: []string{"-only", "mysql", "--", "true"}, code: 125, stderr: "known are postgres, rabbitmq, sqs"},
+		{name: "unknown service", args: []string{"-only", "mysql", "--", "true"}, code: 125, stderr: "known are postgres, rabbitmq, sqs, kafka"},
 		{name: "required but not provided", args: []string{"-only", "postgres", "-require", "rabbitmq", "--", "true"}, code: 125, stderr: "-only leaves out"},
 		{name: "unknown flag", args: []string{"-x"}, code: 125},
 		{name: "help", args: []string{"-h"}, stderr: "Exit codes:"},

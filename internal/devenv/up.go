@@ -80,6 +80,17 @@ func Services() []Service {
 			composeURL: func(hp string) string { return "http://" + hp },
 			installers: []installer{elasticMQ.installer()},
 		},
+		{
+			Name: "kafka", EnvVar: "KAFKA_BROKERS",
+			ping: pingKafka,
+			local: func(ctx context.Context, o Options) (server, error) {
+				return orNil(StartKafka(ctx, o, KafkaConfig{}))
+			},
+			// The published port is fixed: clients connect to what the broker advertises.
+			composeName: "kafka", composePort: "9092",
+			composeURL: func(hp string) string { return hp },
+			installers: []installer{apacheKafka.installer()},
+		},
 	}
 }
 
@@ -127,6 +138,9 @@ type Found struct {
 
 // Display returns the URL without its password.
 func (f Found) Display() string {
+	if !strings.Contains(f.URL, "://") {
+		return f.URL // a list of addresses
+	}
 	u, err := url.Parse(f.URL)
 	if err != nil {
 		return "(a URL that cannot be parsed)"
@@ -226,6 +240,9 @@ func (s Service) try(ctx context.Context, url string) error {
 
 // redact takes the given URL's password out of an error's text.
 func redact(err error, raw string) error {
+	if !strings.Contains(raw, "://") {
+		return err // a list of addresses
+	}
 	u, perr := url.Parse(raw)
 	if perr != nil {
 		return errors.New("the URL cannot be parsed")

@@ -168,5 +168,5 @@ func TestUpThatFailsStopsWhatItHadStarted(t *testing.T) {
 
 func TestUnknownServiceNamesTheKnownOnes(t *testing.T) {
 	_, err := Find("postgres", "mysql")
-	require.EqualError(t, err, `unknown service "mysql"; known are postgres, rabbitmq, sqs`)
+	require.EqualError(t, err, `unknown service "mysql"; known are postgres, rabbitmq, sqs, kafka`)
 }

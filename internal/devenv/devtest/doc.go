@@ -8,7 +8,7 @@
 // that the test did not create is dropped. A test whose service is missing is
 // skipped with one line on standard error that starts with "SKIP", or fails where
 // the environment variable TWICEPROOF_REQUIRE names the service ("postgres",
-// "rabbitmq", "sqs"; a comma separates several).
+// "rabbitmq", "sqs", "kafka"; a comma separates several).
 //
 // What it does not: install anything, or start a shared server. That is cmd/devenv's
 // work, so that `go test ./...` alone changes nothing on the machine.
@@ -63,3 +63,10 @@ func RabbitMQURL(t testing.TB) string { t.Helper(); return urlOf(t, "rabbitmq", 
 
 // SQSEndpoint returns SQS_ENDPOINT. Isolate by names that nobody else uses; see [Name].
 func SQSEndpoint(t testing.TB) string { t.Helper(); return urlOf(t, "sqs", "SQS_ENDPOINT") }
+
+// KafkaBrokers returns the addresses in KAFKA_BROKERS. Isolate by names that nobody
+// else uses; see [Name].
+func KafkaBrokers(t testing.TB) []string {
+	t.Helper()
+	return strings.Split(urlOf(t, "kafka", "KAFKA_BROKERS"), ",")
+}

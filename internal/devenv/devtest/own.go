@@ -40,6 +40,15 @@ func OwnSQS(t testing.TB) *devenv.SQS {
 	})
 }
 
+// OwnKafka starts a private Apache Kafka, which takes 5 to 8 seconds, for tests that
+// stop, kill, restart or configure it. Without its jars the test ends as in [Missing].
+func OwnKafka(t testing.TB, cfg ...devenv.KafkaConfig) *devenv.Kafka {
+	t.Helper()
+	return own(t, "kafka", func(ctx context.Context) (*devenv.Kafka, error) {
+		return devenv.StartKafka(ctx, devenv.Options{}, last(cfg))
+	})
+}
+
 func own[S interface{ Close() error }](t testing.TB, service string, start func(context.Context) (S, error)) S {
 	t.Helper()
 	ctx, cancel := context.WithTimeout(t.Context(), startTimeout)
