@@ -576,7 +576,7 @@ func (s *Source) Close(ctx context.Context) error {
 	s.mu.Lock()
 	was := s.state
 	s.state = sourceClosed
-	g := s.gen
+	g, joined := s.gen, s.c != nil
 	s.mu.Unlock()
 	s.signal()
 	if was != sourceOpen {
@@ -596,7 +596,9 @@ func (s *Source) Close(ctx context.Context) error {
 	select {
 	case <-done:
 	case <-ctx.Done():
-		err = errors.Join(err, context.Cause(ctx))
+		if joined {
+			err = errors.Join(err, context.Cause(ctx))
+		}
 	}
 	if err != nil {
 		return &brokers.Error{Class: brokers.Retryable, Op: "close", Err: err, Hint: "the group notices by itself when the session times out; what is not committed is delivered again"}
