@@ -65,16 +65,23 @@ func TestTheBrokerDiesAndComesBack(t *testing.T) {
 				}
 				return
 			}
-			settling, done := context.WithTimeout(context.Background(), 10*time.Second)
-			errs := s.Settle(settling, settlements(brokers.Done, ds...)...)
-			done()
-			mu.Lock()
-			for i, d := range ds {
-				if errs[i] == nil {
-					seen[d.ID] = true
+			for len(ds) > 0 { // as the runner does: until it is settled, or lost
+				errs := s.Settle(consuming, settlements(brokers.Done, ds...)...)
+				left := ds[:0]
+				mu.Lock()
+				for i, d := range ds {
+					switch {
+					case errs[i] == nil:
+						seen[d.ID] = true
+					case brokers.ClassOf(errs[i]) == brokers.Lost || consuming.Err() != nil:
+					default:
+						left = append(left, d)
+					}
 				}
+				mu.Unlock()
+				ds = left
+				sleep(consuming, 20*time.Millisecond)
 			}
-			mu.Unlock()
 		}
 	})
 	settled := func() int { mu.Lock(); defer mu.Unlock(); return len(seen) }
