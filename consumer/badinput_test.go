@@ -131,3 +131,42 @@ func TestSourceMistakesAreSaidBeforeAnythingIsConsumed(t *testing.T) {
 	_, err = consumer.New[*sql.Tx](nil, strict.Source("q"), nil, consumer.Config{})
 	require.ErrorContains(t, err, "required")
 }
+
+// openingSource never gets through to its broker.
+type openingSource struct{ brokers.Source }
+
+func (openingSource) Open(ctx context.Context, _ brokers.OpenOptions) (brokers.Capabilities, error) {
+	<-ctx.Done()
+	return brokers.Capabilities{}, ctx.Err()
+}
+func (openingSource) Close(context.Context) error { return nil }
+
+// A stop while starting is a stop like any other; a deadline is worth an error.
+func TestStoppingWhileStartingIsNoError(t *testing.T) {
+	t.Parallel()
+	for _, c := range []struct {
+		end  func(context.Context) (context.Context, context.CancelFunc)
+		want error
+	}{
+		{func(ctx context.Context) (context.Context, context.CancelFunc) {
+			ctx, cancel := context.WithCancel(ctx)
+			time.AfterFunc(10*time.Millisecond, cancel)
+			return ctx, cancel
+		}, nil},
+		{func(ctx context.Context) (context.Context, context.CancelFunc) {
+			return context.WithTimeout(ctx, 10*time.Millisecond)
+		}, context.DeadlineExceeded},
+	} {
+		db, err := sql.Open("sqlite", "file:"+filepath.Join(t.TempDir(), "t.db")+"?_txlock=immediate&_pragma=synchronous(FULL)")
+		require.NoError(t, err)
+		db.SetMaxOpenConns(1)
+		t.Cleanup(func() { db.Close() })
+		_, err = migrations.Up(t.Context(), migrations.SQLDB(db, migrations.SQLite))
+		require.NoError(t, err)
+		r, err := consumer.New(inbox.SQLite(db), openingSource{}, func(context.Context, *sql.Tx, *consumer.Message) error { return nil }, consumer.Config{Name: "starting"})
+		require.NoError(t, err)
+		ctx, cancel := c.end(t.Context())
+		require.ErrorIs(t, r.Run(ctx), c.want)
+		cancel()
+	}
+}

@@ -186,14 +186,24 @@ type loop[Tx any] struct {
 // errDraining is the cause of a handler's context at the drain deadline.
 var errDraining = errors.New("the consumer is shutting down and its drain deadline has passed")
 
+// cancelled: a stop that came while starting is a stop like any other; nothing was
+// taken. A deadline is not: whoever sets one wants to know that it was not enough.
+func cancelled(ctx context.Context) bool { return errors.Is(ctx.Err(), context.Canceled) }
+
 func (l *loop[Tx]) run(ctx context.Context) error {
 	if err := l.store.Check(ctx); err != nil {
+		if cancelled(ctx) {
+			return nil
+		}
 		return fmt.Errorf("consumer %s: %w", l.cfg.Name, err)
 	}
 	caps, err := l.src.Open(ctx, brokers.OpenOptions{Consumer: l.cfg.Name, Room: l.cfg.Room, RoomBytes: l.cfg.RoomBytes,
 		Observer: l.observe, Logger: l.cfg.Logger})
 	if err != nil {
 		_ = l.closeSource(ctx)
+		if cancelled(ctx) {
+			return nil
+		}
 		return fmt.Errorf("consumer %s: open the source: %w", l.cfg.Name, err)
 	}
 	l.caps = caps

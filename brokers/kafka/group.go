@@ -104,7 +104,11 @@ func (s *Source) begin(c *client, g *kafka.Generation) *generation {
 // restart ends the generation from our side; the member joins the group again.
 func (g *generation) restart(why string) {
 	g.endOnce.Do(func() {
-		g.s.log.Warn("joining the group again", "why", why, "generation", g.g.ID)
+		select {
+		case <-g.drain: // it ends already
+		default:
+			g.s.log.Warn("joining the group again", "why", why, "generation", g.g.ID)
+		}
 		close(g.ended)
 	})
 }

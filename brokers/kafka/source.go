@@ -95,7 +95,7 @@ func (s *Source) Open(ctx context.Context, o brokers.OpenOptions) (brokers.Capab
 	s.consumer, s.observe = o.Consumer, o.Observer
 	s.room, s.roomBytes = orDefault(o.Room, defaultRoom), orDefault(o.RoomBytes, defaultRoomBytes)
 	if o.Logger != nil {
-		s.log = o.Logger.With("consumer", o.Consumer, "group", s.cfg.Group)
+		s.log = o.Logger.With("group", s.cfg.Group)
 	}
 	runCtx, stop := context.WithCancelCause(context.Background())
 	s.stopRun = stop

@@ -88,7 +88,7 @@ func (s *Source) Open(ctx context.Context, o brokers.OpenOptions) (brokers.Capab
 	s.prefetch = min(o.Room, maxPrefetch)
 	s.observe = o.Observer
 	if o.Logger != nil {
-		s.log = o.Logger.With("consumer", o.Consumer, "queue", s.cfg.Queue)
+		s.log = o.Logger.With("queue", s.cfg.Queue)
 	}
 	s.cc.name = "twiceproof consumer " + o.Consumer
 	if s.cfg.Topology != Declare {

@@ -99,7 +99,7 @@ func (s *Source) Open(ctx context.Context, o brokers.OpenOptions) (brokers.Capab
 	s.room, s.roomBytes = orDefault(o.Room, defaultRoom), orDefault(o.RoomBytes, defaultRoomBytes)
 	s.credit, s.observe = s.room, o.Observer
 	if o.Logger != nil {
-		s.log = o.Logger.With("consumer", o.Consumer, "queue", nameOf(s.cfg.Queue))
+		s.log = o.Logger.With("queue", nameOf(s.cfg.Queue))
 	}
 	s.mu.Unlock()
 	horizon, err := s.inspect(ctx)

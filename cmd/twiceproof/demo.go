@@ -51,7 +51,7 @@ from the database afterwards. The exit code is 1 unless nothing is lost or doubl
 		Args: noArgs,
 		RunE: func(cmd *cobra.Command, _ []string) error { return runDemo(cmd.Context(), cmd.OutOrStdout(), f) },
 	}
-	c.Flags().StringVar(&f.broker, "broker", "memory", "memory, rabbitmq (AMQP_URL) or sqs (SQS_ENDPOINT), else one that is found or started")
+	c.Flags().StringVar(&f.broker, "broker", "memory", "memory, or kafka (KAFKA_BROKERS), rabbitmq (AMQP_URL) or sqs (SQS_ENDPOINT): the one in the variable, else one that is found or started")
 	c.Flags().StringVar(&f.database, "database", "sqlite", "sqlite or postgres (DATABASE_URL, else one that is found or started)")
 	c.Flags().IntVar(&f.messages, "messages", 500, "how many messages")
 	c.Flags().BoolVar(&f.install, "install", false, "install services that are missing")
@@ -100,11 +100,9 @@ func runDemo(ctx context.Context, out io.Writer, f demoFlags) (err error) {
 // demoServices finds, starts or installs the real services that are asked for.
 func demoServices(ctx context.Context, f demoFlags) (map[string]string, func() error, error) {
 	var names []string
-	need := map[string]string{} // service to the variable of its URL
-	for name, variable := range map[string]string{"postgres": "DATABASE_URL", "rabbitmq": "AMQP_URL", "sqs": "SQS_ENDPOINT"} {
-		if f.database == name || f.broker == name {
-			names = append(names, name)
-			need[name] = variable
+	for _, s := range devenv.Services() {
+		if f.database == s.Name || f.broker == s.Name {
+			names = append(names, s.Name)
 		}
 	}
 	urls := map[string]string{}
@@ -123,9 +121,9 @@ func demoServices(ctx context.Context, f demoFlags) (map[string]string, func() e
 		name, url, _ := strings.Cut(kv, "=")
 		urls[name] = url
 	}
-	for _, variable := range need {
-		if urls[variable] == "" {
-			return nil, nil, errors.Join(fmt.Errorf("no server found for %s: set it, or add --install", variable), env.Close())
+	for _, f := range env.Found {
+		if f.Missing != nil {
+			return nil, nil, errors.Join(fmt.Errorf("no %s: set %s, or add --install:\n%w", f.Service.Name, f.Service.EnvVar, f.Missing), env.Close())
 		}
 	}
 	return urls, env.Close, nil
@@ -143,8 +141,10 @@ func demoBroker(ctx context.Context, name string, urls map[string]string) (demo.
 		return demoRabbitMQ(ctx, urls["AMQP_URL"])
 	case "sqs":
 		return demoSQS(ctx, urls["SQS_ENDPOINT"])
+	case "kafka":
+		return demoKafka(ctx, urls["KAFKA_BROKERS"])
 	}
-	return demo.Broker{}, nil, usageError{fmt.Errorf("--broker %q: use memory, rabbitmq or sqs", name)}
+	return demo.Broker{}, nil, usageError{fmt.Errorf("--broker %q: use memory, kafka, rabbitmq or sqs", name)}
 }
 
 // demoRabbitMQ makes queues of this run's own. The function it returns deletes them.
@@ -213,6 +213,22 @@ type twice struct{ brokers.Publisher }
 func (t twice) Publish(ctx context.Context, ms ...*brokers.Message) []brokers.Result {
 	t.Publisher.Publish(ctx, ms...)
 	return t.Publisher.Publish(ctx, ms...)
+}
+
+// into publishes everything to one destination of the run's own.
+type into struct {
+	brokers.Publisher
+	topic string
+}
+
+func (p into) Publish(ctx context.Context, ms ...*brokers.Message) []brokers.Result {
+	to := make([]*brokers.Message, len(ms))
+	for i, m := range ms {
+		c := *m
+		c.Topic = p.topic
+		to[i] = &c
+	}
+	return p.Publisher.Publish(ctx, to...)
 }
 
 // failedSource carries an error of its making to Open.

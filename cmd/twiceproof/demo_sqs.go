@@ -68,21 +68,5 @@ func demoSQS(ctx context.Context, endpoint string) (demo.Broker, func(), error) 
 		_ = pub.Close(context.WithoutCancel(ctx))
 		_ = remove()
 	}
-	return demo.Broker{Name: "sqs", Publisher: twice{intoQueue{pub, queue}}, Source: source, Empty: empty}, closeAll, nil
-}
-
-// intoQueue publishes everything to one queue: the demo's topic is no queue's name.
-type intoQueue struct {
-	brokers.Publisher
-	queue string
-}
-
-func (p intoQueue) Publish(ctx context.Context, ms ...*brokers.Message) []brokers.Result {
-	to := make([]*brokers.Message, len(ms))
-	for i, m := range ms {
-		c := *m
-		c.Topic = p.queue
-		to[i] = &c
-	}
-	return p.Publisher.Publish(ctx, to...)
+	return demo.Broker{Name: "sqs", Publisher: twice{into{pub, queue}}, Source: source, Empty: empty}, closeAll, nil
 }

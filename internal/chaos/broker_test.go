@@ -7,6 +7,7 @@ import (
 	"io"
 	"net"
 	"sync"
+	"sync/atomic"
 	"testing"
 
 	amqp "github.com/rabbitmq/amqp091-go"
@@ -43,15 +44,25 @@ type endpoint struct {
 }
 
 func (e endpoint) source() (brokers.Source, error) {
-	if e.Kind == "rabbitmq" {
+	switch e.Kind {
+	case "rabbitmq":
 		return rabbitmq.NewSource(rabbitmq.SourceConfig{URL: e.URL, Queue: e.Name, Topology: rabbitmq.Declare, SingleActiveConsumer: e.Ordered})
+	case "kafka":
+		return e.kafkaSource()
+	case "sqs":
+		return e.sqsSource()
 	}
 	return nil, fmt.Errorf("unknown broker %q", e.Kind)
 }
 
 func (e endpoint) publisher() (brokers.Publisher, error) {
-	if e.Kind == "rabbitmq" {
+	switch e.Kind {
+	case "rabbitmq":
 		return rabbitmq.NewPublisher(rabbitmq.PublisherConfig{URL: e.URL})
+	case "kafka":
+		return e.kafkaPublisher()
+	case "sqs":
+		return e.sqsPublisher()
 	}
 	return nil, fmt.Errorf("unknown broker %q", e.Kind)
 }
@@ -125,6 +136,7 @@ type proxy struct {
 	wg       sync.WaitGroup
 	mu       sync.Mutex
 	conns    map[net.Conn]net.Conn // the worker's and the broker's end
+	deaf     atomic.Bool           // what the broker says is lost
 }
 
 func newProxy(t testing.TB, upstream string) *proxy {
@@ -154,7 +166,7 @@ func (p *proxy) accept() {
 		p.mu.Lock()
 		p.conns[c] = s
 		p.mu.Unlock()
-		p.wg.Go(func() { p.copy(c, s) })
+		p.wg.Go(func() { p.copy(mute{c, &p.deaf}, s) })
 		p.wg.Go(func() { p.copy(s, c) })
 	}
 }
@@ -163,9 +175,25 @@ func (p *proxy) copy(dst, src net.Conn) {
 	_, _ = io.Copy(dst, src)
 	_, _ = dst.Close(), src.Close() // either side ends both
 	p.mu.Lock()
+	if m, ok := dst.(mute); ok {
+		dst = m.Conn
+	}
 	delete(p.conns, dst)
 	delete(p.conns, src)
 	p.mu.Unlock()
+}
+
+// mute drops what is written to it while it is deaf.
+type mute struct {
+	net.Conn
+	deaf *atomic.Bool
+}
+
+func (m mute) Write(b []byte) (int, error) {
+	if m.deaf.Load() {
+		return len(b), nil
+	}
+	return m.Conn.Write(b)
 }
 
 func (p *proxy) open() int {

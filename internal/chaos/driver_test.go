@@ -7,6 +7,7 @@ import (
 	"math/rand/v2"
 	"path/filepath"
 	"slices"
+	"sync"
 	"testing"
 	"time"
 
@@ -24,6 +25,9 @@ type plan struct {
 	seed              uint64
 
 	consumerKills, cuts, databaseStops, relayKills, brokerKills, rebalances int
+
+	// churn lets a further consumer join and leave every second, all the time.
+	churn bool
 
 	// ahead is how many messages are on their way beyond the next fault, at least: so
 	// that every fault meets work.
@@ -67,6 +71,8 @@ type driver struct {
 	fig     figures
 	config  workerConfig
 	prod    *producer
+
+	churning sync.WaitGroup
 
 	// How the workers run: as processes, or in this one.
 	launch  func() error
@@ -113,7 +119,39 @@ func runChaos(t *testing.T, p plan, b broker) {
 	d.strikes[killConsumer] = func(context.Context) error { return d.killConsumer() }
 	d.strikes[killRelay] = d.killRelay
 	defer d.killAll()
+	if p.churn {
+		churning, stop := context.WithCancel(t.Context())
+		d.churning.Go(func() { d.churn(churning) })
+		defer d.churning.Wait()
+		defer stop()
+		d.idle = func() error { // the end is looked at in peace
+			stop()
+			d.churning.Wait()
+			return nil
+		}
+	}
 	d.run()
+}
+
+// churn lets a further consumer join and leave, each about a second after the other.
+func (d *driver) churn(ctx context.Context) {
+	for pause(ctx, time.Second) {
+		p, err := startProcess("consumer", d.config, &d.all)
+		if err != nil {
+			d.t.Errorf("a consumer that joins: %v", err)
+			return
+		}
+		// A fault may keep it from joining.
+		for i := 0; i < 50 && !p.joined() && !p.ended() && pause(ctx, 100*time.Millisecond); i++ {
+		}
+		if p.joined() {
+			d.fig.joined.Add(1)
+			pause(ctx, time.Second)
+		}
+		if err := p.stop(); err != nil {
+			d.t.Logf("a consumer that left: %v", err)
+		}
+	}
 }
 
 // run carries the plan out and checks what is left.

@@ -5,7 +5,9 @@ import (
 	"fmt"
 	"os"
 	"path/filepath"
+	"slices"
 	"strings"
+	"sync/atomic"
 	"testing"
 	"time"
 
@@ -17,6 +19,7 @@ type figures struct {
 	struck                          map[string]int
 	inWork, misses, cutOff, backlog int
 	took                            time.Duration
+	joined                          atomic.Int64 // consumers that joined and left
 }
 
 // check counts by SQL, prints the figures, and says what is wrong.
@@ -39,7 +42,11 @@ func (d *driver) check(prod *producer, err error) {
 			FROM (SELECT key, n, min(seq) AS seq FROM effects GROUP BY key, n) f) x WHERE before > n`),
 		held: count(`SELECT count(*) FROM held_messages`), outbox: count(`SELECT count(*) FROM outbox_messages`), left: left,
 	}
-	t.Log("\n" + d.table(r, prod))
+	var more []row
+	if v, ok := d.broker.(interface{ verify(t testing.TB) []row }); ok {
+		more = v.verify(t)
+	}
+	t.Log("\n" + d.table(r, prod, more))
 	if r.inverted > 0 && d.broker.ordered() {
 		d.tellInversions(ctx)
 	}
@@ -49,6 +56,9 @@ func (d *driver) check(prod *producer, err error) {
 	assert.Empty(t, d.all.dead, "dead messages")
 	r.check(t, d.plan.messages, d.broker.ordered())
 	assert.Positive(t, d.all.held, "holds on the way")
+	if d.plan.churn {
+		assert.Positive(t, d.fig.joined.Load(), "consumers that joined and left")
+	}
 	assert.GreaterOrEqual(t, d.fig.inWork, d.plan.consumerKills, "transactions that kills hit")
 	assert.Positive(t, d.all.redelivered, "redeliveries")
 	if d.plan.relayKills > 0 {
@@ -101,7 +111,7 @@ type row struct {
 	value any
 }
 
-func (d *driver) table(r counted, prod *producer) string {
+func (d *driver) table(r counted, prod *producer, more []row) string {
 	rows := []row{{"seed", d.plan.seed}, {"seconds", fmt.Sprintf("%.1f", d.fig.took.Seconds())}}
 	for _, f := range []string{killConsumer, cutBroker, stopDatabase, killRelay, killBroker, rebalance} {
 		rows = append(rows, row{f, d.fig.struck[f]})
@@ -112,7 +122,10 @@ func (d *driver) table(r counted, prod *producer) string {
 		row{"connections lost to cuts", d.fig.cutOff}, row{"in the outbox when relays died", d.fig.backlog},
 		row{"business transactions run again", prod.retries.Load()},
 		row{"redeliveries", d.all.redelivered}, row{"holds on the way", d.all.held}, row{"dead on the way", len(d.all.dead)})
-	return format(append(rows, r.rows()...))
+	if d.plan.churn {
+		rows = append(rows, row{"consumers that joined and left", d.fig.joined.Load()})
+	}
+	return format(slices.Concat(rows, more, r.rows()))
 }
 
 func format(rows []row) string {

@@ -19,6 +19,7 @@ type tally struct {
 	mu                      sync.Mutex
 	done, held, redelivered int
 	dead                    []string
+	places                  map[string]bool // where the broker does not count
 }
 
 func (c *tally) add(kind byte, id string) {
@@ -31,6 +32,14 @@ func (c *tally) add(kind byte, id string) {
 		c.held++
 	case reportRedelivered:
 		c.redelivered++
+	case reportDelivered:
+		if c.places[id] {
+			c.redelivered++
+		}
+		if c.places == nil {
+			c.places = map[string]bool{}
+		}
+		c.places[id] = true
 	case reportDead:
 		c.dead = append(c.dead, id)
 	}
@@ -52,6 +61,7 @@ type process struct {
 
 	mu   sync.Mutex
 	open map[string]bool // messages whose transaction has begun and not ended
+	in   bool            // the broker has taken it
 }
 
 func startProcess(kind string, c workerConfig, all *tally) (*process, error) {
@@ -88,11 +98,20 @@ func (p *process) heard(kind byte, id string) {
 	p.mu.Lock()
 	defer p.mu.Unlock()
 	switch kind {
+	case reportOpened:
+		p.in = true
 	case reportBegun:
 		p.open[id] = true
 	case reportEnded, reportDone:
 		delete(p.open, id)
 	}
+}
+
+// joined tells whether the broker has taken the consumer.
+func (p *process) joined() bool {
+	p.mu.Lock()
+	defer p.mu.Unlock()
+	return p.in
 }
 
 // inWork is the number of messages whose transaction is open.

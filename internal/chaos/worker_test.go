@@ -41,6 +41,8 @@ const (
 	reportHeld        = 'h'
 	reportDead        = 'x'
 	reportRedelivered = 'r'
+	reportOpened      = 'o' // the broker has taken the consumer
+	reportDelivered   = 'g' // with its place on the broker, where the broker does not count
 )
 
 // reporter tells the driver what happens. A line that is written survives the
@@ -207,17 +209,29 @@ func (a reportingAttempt[Tx]) Fail(ctx context.Context, o inbox.Outcome[Tx]) err
 	return a.Attempt.Fail(ctx, o)
 }
 
-// reportingSource reports redeliveries, as far as the broker tells.
+// reportingSource reports redeliveries; where the broker does not tell, the driver finds
+// them by their places.
 type reportingSource struct {
 	brokers.Source
 	report reporter
 }
 
+func (s reportingSource) Open(ctx context.Context, o brokers.OpenOptions) (brokers.Capabilities, error) {
+	c, err := s.Source.Open(ctx, o)
+	if err == nil {
+		s.report(reportOpened, "-")
+	}
+	return c, err
+}
+
 func (s reportingSource) Receive(ctx context.Context, n int) ([]*brokers.Delivery, error) {
 	ds, err := s.Source.Receive(ctx, n)
 	for _, d := range ds {
-		if d.Attempt > 1 {
+		switch {
+		case d.Attempt > 1:
 			s.report(reportRedelivered, d.ID)
+		case d.Attempt == 0:
+			s.report(reportDelivered, d.Coordinates)
 		}
 	}
 	return ds, err
