@@ -94,6 +94,10 @@ type SourceConfig struct {
 	// least one record batch. Where many partitions are assigned it is less, by
 	// OpenOptions.RoomBytes. 0 means 1 MiB.
 	FetchBytes int
+	// MaxBatchBytes is the largest record batch that is read, decompressed: a few bytes
+	// on the wire can be gigabytes in memory. A larger one is an error of class Fatal,
+	// since nothing of its partition can come before it. 0 means 128 MiB.
+	MaxBatchBytes int
 	// DrainFor is how long started messages may still settle when partitions are about
 	// to move. It must end 5 s before RebalanceTimeout does. 0 means 10 s.
 	DrainFor time.Duration
@@ -149,6 +153,7 @@ func (c SourceConfig) withDefaults() (SourceConfig, error) {
 	}
 	c.MaxLaneSpan = count(&p, "MaxLaneSpan", c.MaxLaneSpan, defaultSpan)
 	c.FetchBytes = count(&p, "FetchBytes", c.FetchBytes, defaultFetchBytes)
+	c.MaxBatchBytes = count(&p, "MaxBatchBytes", c.MaxBatchBytes, 128<<20)
 	c.SessionTimeout = count(&p, "SessionTimeout", c.SessionTimeout, defaultSession)
 	c.RebalanceTimeout = count(&p, "RebalanceTimeout", c.RebalanceTimeout, defaultRebalance)
 	c.HeartbeatInterval = count(&p, "HeartbeatInterval", c.HeartbeatInterval, min(defaultHeartbeat, c.SessionTimeout/3))

@@ -44,8 +44,9 @@
 // expire, the broker cuts the connections at every expiry and the group rebalances.
 //
 // What is fetched ahead is bounded in compressed bytes ([SourceConfig.FetchBytes] per
-// partition, and one record batch in any case); how large a batch becomes when it is
-// decompressed is up to its producer.
+// partition, and one record batch in any case). How large a batch becomes when it is
+// decompressed is up to its producer, and to [SourceConfig.MaxBatchBytes]. All messages
+// of a batch share its memory: the last one that lives keeps it.
 //
 // Adding partitions to a topic moves keys to other partitions: messages of one key
 // before and after the change may overtake each other.

@@ -1,16 +1,15 @@
 package kafka
 
 import (
+	"cmp"
 	"context"
 	"errors"
 	"fmt"
-	"io"
 	"math/rand/v2"
 	"slices"
 	"time"
 
 	"github.com/segmentio/kafka-go"
-	"github.com/segmentio/kafka-go/protocol"
 	"github.com/segmentio/kafka-go/protocol/fetch"
 
 	"github.com/twiceproof/twiceproof/brokers"
@@ -26,6 +25,10 @@ const (
 
 // abortMarker is the type of the control record that ends an aborted transaction.
 const abortMarker = 0
+
+// slabSize is how many records are allocated at once. A record that is kept keeps its
+// neighbours.
+const slabSize = 32
 
 // errRestart: what is known about the partition is not true any more.
 var errRestart = errors.New("the partition's log is another one")
@@ -189,41 +192,24 @@ func (l *lane) fetch(ctx context.Context) error {
 	pos := l.position()
 	call, cancel := context.WithTimeout(ctx, callTimeout)
 	defer cancel()
-	isolation := int8(1)
-	if s.cfg.ReadUncommitted {
-		isolation = 0
-	}
-	res, err := l.g.c.rt.RoundTrip(call, l.g.c.Addr, &fetch.Request{
-		ReplicaID: -1, MaxWaitTime: int32(fetchWait.Milliseconds()), MinBytes: 1, MaxBytes: int32(l.g.fetchBytes),
-		IsolationLevel: isolation, SessionID: -1, SessionEpoch: -1,
-		Topics: []fetch.RequestTopic{{Topic: l.topic, Partitions: []fetch.RequestPartition{{
-			Partition: int32(l.num), CurrentLeaderEpoch: -1, FetchOffset: pos, LogStartOffset: -1, PartitionMaxBytes: int32(l.g.fetchBytes),
-		}}}},
-	})
+	res, err := l.g.c.rt.RoundTrip(call, l.g.c.Addr, newFetch(l.topic, l.num, pos, l.g.fetchBytes, !s.cfg.ReadUncommitted))
 	if err != nil {
 		return causeOf(call, err)
 	}
-	r, ok := res.(*fetch.Response)
-	switch {
-	case !ok || len(r.Topics) != 1 || len(r.Topics[0].Partitions) != 1:
-		if ok && r.ErrorCode != 0 {
-			return kafka.Error(r.ErrorCode)
-		}
-		return errors.New("the broker's answer lacks the partition")
-	case r.ErrorCode != 0:
-		return kafka.Error(r.ErrorCode)
+	p, ok := res.(*fetchedPartition)
+	if !ok {
+		return errAnswer
 	}
-	p := &r.Topics[0].Partitions[0]
-	if code := kafka.Error(p.ErrorCode); code == kafka.OffsetOutOfRange {
+	if code := kafka.Error(p.code); code == kafka.OffsetOutOfRange {
 		return l.outOfRange(ctx, pos)
 	} else if code != 0 {
 		return code
 	}
-	end := p.HighWatermark
-	if isolation == 1 && p.LastStableOffset >= 0 {
-		end = p.LastStableOffset
+	end := p.end
+	if !s.cfg.ReadUncommitted && p.stable >= 0 {
+		end = p.stable
 	}
-	rs, next, err := l.decode(p, pos, isolation == 1)
+	rs, next, err := l.decode(p, pos)
 	if err != nil {
 		return err
 	}
@@ -261,64 +247,73 @@ func (l *lane) outOfRange(ctx context.Context, pos int64) error {
 }
 
 // decode makes records of a fetch and returns the next position to read.
-func (l *lane) decode(p *fetch.ResponsePartition, pos int64, committedOnly bool) (rs []*record, next int64, err error) {
-	batches := batchesOf(p.RecordSet.Records)
+func (l *lane) decode(p *fetchedPartition, pos int64) (rs []*record, next int64, err error) {
+	s := l.g.s
+	tx := transactions{open: p.aborted, aborting: map[int64]bool{}}
+	slices.SortFunc(tx.open, func(a, b fetch.ResponseTransaction) int { return cmp.Compare(a.FirstOffset, b.FirstOffset) })
 	next = pos
-	tx := transactions{open: p.AbortedTransactions, aborting: map[int64]bool{}}
-	slices.SortFunc(tx.open, func(a, b fetch.ResponseTransaction) int { return int(min(max(a.FirstOffset-b.FirstOffset, -1), 1)) })
-	for _, b := range batches {
-		if c, ok := b.(*protocol.ControlBatch); ok {
-			if next, err = tx.marker(c, next); err != nil {
-				return nil, pos, err
-			}
-			continue
+	var places []byte // the coordinates, in one piece
+	for set := p.recordSet; ; {
+		var b *batch
+		if b, set, err = nextBatch(set, &l.unpacker); err != nil {
+			return nil, pos, l.unreadable(err)
 		}
-		skip := false
-		if rb, ok := b.(*protocol.RecordBatch); ok && committedOnly && rb.Attributes.Transactional() {
-			skip = tx.aborted(rb.ProducerID, rb.BaseOffset)
+		if b == nil {
+			break
 		}
-		for {
-			rec, err := b.ReadRecord()
-			if errors.Is(err, io.EOF) {
-				break
-			}
+		tx.reach(b.base)
+		switch {
+		case b.control:
+			abort, err := b.aborts()
 			if err != nil {
-				return nil, pos, err
+				return nil, pos, l.unreadable(err)
 			}
-			// A batch begins before the position that was asked for.
-			if rec.Offset < next || skip {
-				next = max(next, rec.Offset+1)
-				discard(rec)
-				continue
+			if abort {
+				delete(tx.aborting, b.producer)
 			}
-			r := &record{l: l, off: rec.Offset}
-			if r.d.Message, err = messageOf(l.topic, rec); err != nil && brokers.ClassOf(err) != brokers.Permanent {
-				return nil, pos, err
+		case b.tx && !s.cfg.ReadUncommitted && tx.aborting[b.producer]:
+		default:
+			slab := make([]record, min(b.count, slabSize))
+			err := b.records(func(one *rec) error {
+				if one.offset < next { // a batch begins before the position that was asked for
+					return nil
+				}
+				if len(slab) == 0 {
+					slab = make([]record, slabSize)
+				}
+				r := &slab[0]
+				slab = slab[1:]
+				r.l, r.off = l, one.offset
+				r.d.Message, r.d.Defect = messageOf(l.topic, one)
+				if r.d.Defect == nil {
+					r.d.Defect = identify(&r.d.Message, s.cfg.ID)
+				}
+				places = l.prepare(r, places)
+				rs, next = append(rs, r), one.offset+1
+				return nil
+			})
+			if err != nil {
+				return nil, pos, l.unreadable(err)
 			}
-			r.d.Defect = err
-			if err == nil {
-				r.d.Defect = identify(&r.d.Message, l.g.s.cfg.ID)
-			}
-			l.prepare(r)
-			rs, next = append(rs, r), rec.Offset+1
 		}
+		// Compaction takes records, also the last ones, and aborted ones are passed over.
+		next = max(next, b.last+1)
 	}
-	if next == pos && len(batches) > 0 {
-		// The broker returned the batch that covers pos, and pos is not in it: a hole of
-		// compaction. How long it is, kafka-go does not tell.
-		next++
+	if next == pos && len(p.recordSet) > 0 {
+		return nil, pos, fmt.Errorf("%w: it has no whole batch", errAnswer)
 	}
 	return rs, next, nil
 }
 
-func batchesOf(r protocol.RecordReader) []protocol.RecordReader {
-	switch r := r.(type) {
-	case nil:
-		return nil
-	case *protocol.RecordStream:
-		return r.Records
+// unreadable judges a batch that cannot be read: what the network did to it is gone at
+// the next try, a limit is not.
+func (l *lane) unreadable(err error) error {
+	if !errors.Is(err, errTooBig) {
+		return err
 	}
-	return []protocol.RecordReader{r}
+	err = brokers.NewFatal("read "+l.name.Name, err, "raise SourceConfig.MaxBatchBytes, or move the group's offset behind the batch")
+	l.g.s.fail(err)
+	return err
 }
 
 // transactions tells which batches of a fetch belong to aborted transactions: those of
@@ -332,36 +327,5 @@ func (t *transactions) reach(base int64) {
 	for len(t.open) > 0 && t.open[0].FirstOffset <= base {
 		t.aborting[t.open[0].ProducerID] = true
 		t.open = t.open[1:]
-	}
-}
-
-func (t *transactions) aborted(producer, base int64) bool {
-	t.reach(base)
-	return t.aborting[producer]
-}
-
-// marker passes over a control batch, which is never handed over.
-func (t *transactions) marker(c *protocol.ControlBatch, next int64) (int64, error) {
-	t.reach(c.BaseOffset)
-	for {
-		rec, err := c.ReadControlRecord()
-		if errors.Is(err, io.EOF) {
-			return next, nil
-		}
-		if err != nil {
-			return next, err
-		}
-		if rec.Type == abortMarker {
-			delete(t.aborting, c.ProducerID)
-		}
-		next = max(next, rec.Offset+1)
-	}
-}
-
-func discard(r *protocol.Record) {
-	for _, b := range []protocol.Bytes{r.Key, r.Value} {
-		if b != nil {
-			_ = b.Close() // it only gives memory back
-		}
 	}
 }

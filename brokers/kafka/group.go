@@ -58,7 +58,7 @@ func (s *Source) begin(c *client, g *kafka.Generation) *generation {
 	var starts []start
 	for topic, parts := range g.Assignments {
 		for _, p := range parts {
-			l := &lane{g: gen, topic: topic, num: p.ID, committed: none, wake: make(chan struct{}, 1), fetchedAt: time.Now()}
+			l := &lane{g: gen, topic: topic, num: p.ID, committed: none, wake: make(chan struct{}, 1), unpacker: unpacker{limit: s.cfg.MaxBatchBytes}, fetchedAt: time.Now()}
 			starts = append(starts, start{l, p.Offset})
 		}
 	}

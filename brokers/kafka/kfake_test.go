@@ -354,3 +354,19 @@ func TestCloseWhileTheBrokerHangs(t *testing.T) {
 	}
 	close(release)
 }
+
+func TestABatchOverTheLimitIsFatal(t *testing.T) {
+	t.Parallel()
+	r, _ := fakeRig(t, 1)
+	m := r.message(0, "k")
+	m.Payload = make([]byte, 500_000) // a few hundred bytes on the wire
+	require.NoError(t, r.publisher().Publish(t.Context(), m)[0].Err)
+	s, _ := r.source(10, func(c *SourceConfig) { c.MaxBatchBytes = 100_000 })
+	ctx, cancel := context.WithTimeout(t.Context(), patience)
+	defer cancel()
+	_, err := s.Receive(ctx, 1)
+	require.Equal(t, brokers.Fatal, brokers.ClassOf(err), "%v", err)
+	require.ErrorContains(t, err, "MaxBatchBytes is 100000")
+	require.ErrorContains(t, err, r.topic+"/0")
+	require.EqualValues(t, 0, r.committed(0), "nothing is skipped")
+}

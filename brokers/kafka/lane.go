@@ -24,6 +24,8 @@ type lane struct {
 	cancel context.CancelCauseFunc
 	wake   chan struct{} // cap 1: there may be room to fetch
 
+	unpacker unpacker // the fetcher's
+
 	tracker   prefix.Tracker
 	resolved  bool
 	committed int64 // what the group has for certain, or none
@@ -125,12 +127,18 @@ func (l *lane) take(ds []*brokers.Delivery, n int) []*brokers.Delivery {
 }
 
 // prepare completes a record's delivery, so that handing it over costs nothing more.
-func (l *lane) prepare(r *record) {
+// Its coordinates are appended to buf.
+func (l *lane) prepare(r *record, buf []byte) []byte {
 	r.size = r.d.Size()
 	r.d.Lane = l.name
-	b := make([]byte, 0, len(l.name.Name)+21)
-	r.d.Coordinates = string(strconv.AppendInt(append(append(b, l.name.Name...), '@'), r.off, 10))
+	if need := len(l.name.Name) + 21; cap(buf)-len(buf) < need {
+		buf = make([]byte, 0, slabSize*need)
+	}
+	from := len(buf)
+	buf = strconv.AppendInt(append(append(buf, l.name.Name...), '@'), r.off, 10)
+	r.d.Coordinates = text(buf[from:])
 	r.d.Context, r.d.Draining, r.d.Handle = l.ctx, l.g.drain, r
+	return buf
 }
 
 // lag is the number of offsets that are not done; some may be holes. The caller holds

@@ -1,10 +1,10 @@
 package kafka
 
 import (
-	"bytes"
 	"errors"
 	"fmt"
 	"time"
+	"unsafe"
 
 	"github.com/segmentio/kafka-go/protocol"
 
@@ -17,77 +17,53 @@ const recordOverhead = 64
 // timestampAge is how old a message's Time may be to become the record's timestamp.
 const timestampAge = 24 * time.Hour
 
-// messageOf makes a Message of a record. Everything is copied: the record's memory is
-// used again. The error is a defect of the message, which is as complete as it can be.
-func messageOf(topic string, r *protocol.Record) (brokers.Message, error) {
-	m := brokers.Message{Topic: topic, Time: r.Time}
-	key, err := copyOf(r.Key)
-	if err != nil {
-		return m, err
-	}
-	m.Key = string(key)
-	if m.Payload, err = copyOf(r.Value); err != nil {
-		return m, err
-	}
+// messageOf makes a Message of a record. It keeps the record's memory, which nobody
+// writes to: of one batch, all messages that live keep its one buffer. The error is a
+// defect of the message, which is as complete as it can be.
+func messageOf(topic string, r *rec) (brokers.Message, error) {
+	m := brokers.Message{Topic: topic, Time: r.time, Key: text(r.key), Payload: r.value}
 	var defect error
-	var seen [3]bool
-	for _, h := range r.Headers {
-		switch h.Key {
+	var haveID, haveType, haveContentType bool
+	for i := range r.count {
+		name, value := r.header()
+		switch string(name) {
 		case brokers.HeaderMessageID:
-			if !first(&seen[0]) {
-				if m.ID != string(h.Value) {
-					defect = &brokers.Error{Class: brokers.Permanent, Op: "read " + h.Key, Err: brokers.ErrBadID}
-				}
-				continue
+			if haveID && m.ID != text(value) {
+				defect = &brokers.Error{Class: brokers.Permanent, Op: "read " + brokers.HeaderMessageID, Err: brokers.ErrBadID}
 			}
-			m.ID = string(h.Value)
+			if !haveID {
+				m.ID, haveID = text(value), true
+			}
 			continue
 		case brokers.HeaderType:
-			if first(&seen[1]) {
-				m.Type = string(h.Value)
+			if !haveType {
+				m.Type, haveType = text(value), true
 				continue
 			}
 		case brokers.HeaderContentType:
-			if first(&seen[2]) {
-				m.ContentType = string(h.Value)
+			if !haveContentType {
+				m.ContentType, haveContentType = text(value), true
 				continue
 			}
 		case brokers.HeaderTime:
-			if t, err := time.Parse(time.RFC3339Nano, string(h.Value)); err == nil {
+			if t, err := time.Parse(time.RFC3339Nano, string(value)); err == nil {
 				m.Time = t
 				continue
 			}
 		}
 		if m.Headers == nil {
-			m.Headers = make(brokers.Headers, 0, len(r.Headers))
+			m.Headers = make(brokers.Headers, 0, r.count-i)
 		}
-		m.Headers.Add(h.Key, nonNil(h.Value))
+		if value == nil {
+			value = []byte{}
+		}
+		m.Headers.Add(string(name), value)
 	}
 	return m, defect
 }
 
-func first(seen *bool) bool {
-	was := *seen
-	*seen = true
-	return !was
-}
-
-// copyOf keeps nil apart from empty.
-func copyOf(b protocol.Bytes) ([]byte, error) {
-	if b == nil {
-		return nil, nil
-	}
-	defer b.Close() //nolint:errcheck // it only gives memory back
-	p, err := protocol.ReadAll(b)
-	return nonNil(p), err
-}
-
-func nonNil(b []byte) []byte {
-	if b == nil {
-		return []byte{}
-	}
-	return bytes.Clone(b)
-}
+// text is a string in the bytes' own memory.
+func text(b []byte) string { return unsafe.String(unsafe.SliceData(b), len(b)) }
 
 // recordOf makes a record of a Message and says how large it is, before compression.
 func recordOf(m *brokers.Message, now time.Time) (r protocol.Record, size int) {
