@@ -397,12 +397,18 @@ func (e *engine) insertHeld(ctx context.Context, q sqldb.Q, consumer int16, r he
 		[]byte(m.ContentType), msgcodec.Time(m.Time), msgcodec.Headers(m.Headers), m.Payload,
 		orNil(text(r.failure.Class)), orNil(text(r.failure.Text)), orNil(text(r.failure.Stack)),
 		r.delay.Microseconds(), r.continueAfterDead)
+	if err == nil && e.dialect == sqldb.SQLite {
+		// PostgreSQL numbers the places by itself.
+		_, err = q.Exec(ctx, sqlPosition)
+	}
 	if err != nil || r.kind != kindOrdinary {
 		return err
 	}
 	_, err = q.Exec(ctx, e.sql(sqlSetState), consumer, it.ID, stateHeld, nil)
 	return err
 }
+
+const sqlPosition = `UPDATE held_messages SET position = seq WHERE seq = last_insert_rowid() AND position = 0`
 
 const (
 	kindOrdinary = 0
