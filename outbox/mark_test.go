@@ -218,3 +218,56 @@ func TestDefaultAttemptsLastAboutAnHour(t *testing.T) {
 	require.Less(t, most, 75*time.Minute)
 	require.LessOrEqual(t, backoff(time.Second, 5*time.Minute, 1_000_000), 5*time.Minute)
 }
+
+func TestOperatorRetriesAndDiscardsWhatIsParked(t *testing.T) {
+	t.Parallel()
+	onEach(t, func(t *testing.T, q Queue, enqueue func(ids ...string)) {
+		op := q.(interface{ Operator() *Operator }).Operator()
+		enqueue("1", "2", "3")
+		shares, _, err := q.lease(t.Context(), "a", time.Minute)
+		require.NoError(t, err)
+		require.NotEmpty(t, shares)
+		fetched := func() []*row {
+			rows, err := q.fetch(t.Context(), "a", fetch{most: 10, bytes: 1 << 20})
+			require.NoError(t, err)
+			require.NotEmpty(t, rows)
+			for _, r := range rows {
+				r.token = shares[r.share]
+			}
+			return rows
+		}
+		rows := fetched()
+		_, err = q.failed(t.Context(), "a", []failure{{row: rows[0], parked: true, why: "too large"}})
+		require.NoError(t, err)
+
+		ps, err := op.List(t.Context(), ParkedFilter{Topic: "t", ID: "1", Max: 5})
+		require.NoError(t, err)
+		require.Len(t, ps, 1)
+		require.Equal(t, "too large", ps[0].Error)
+		require.Equal(t, 2, ps[0].Behind)
+		require.Equal(t, "k", ps[0].Message.Key)
+		for _, f := range []ParkedFilter{{Topic: "other"}, {ID: "2"}, {OlderThan: time.Hour}, {Seqs: []int64{}}, {After: ps[0].Seq}} {
+			none, err := op.List(t.Context(), f)
+			require.NoError(t, err)
+			require.Empty(t, none, "%+v", f)
+		}
+		seq := ps[0].Seq
+		_, err = op.Get(t.Context(), seq+1)
+		require.ErrorIs(t, err, ErrNotParked)
+		require.ErrorIs(t, op.Retry(t.Context(), seq+1, "me", ""), ErrNotParked)
+		require.ErrorContains(t, op.Retry(t.Context(), seq, "", ""), "actor is empty")
+		require.ErrorContains(t, op.Discard(t.Context(), seq, "me", ""), "reason is empty")
+
+		require.NoError(t, op.Retry(t.Context(), seq, "me", "the limit is raised"))
+		require.ErrorIs(t, op.Retry(t.Context(), seq, "me", "again"), ErrNotParked)
+		rows = fetched()
+		require.Equal(t, "1", rows[0].m.ID, "it goes first again")
+		require.Zero(t, rows[0].attempts)
+
+		_, err = q.failed(t.Context(), "a", []failure{{row: rows[0], parked: true, why: "too large"}})
+		require.NoError(t, err)
+		require.NoError(t, op.Discard(t.Context(), seq, "me", "not needed"))
+		rows = fetched()
+		require.Equal(t, "2", rows[0].m.ID, "its key goes on")
+	})
+}

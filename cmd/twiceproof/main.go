@@ -1,5 +1,6 @@
 // Command twiceproof shows what Twiceproof does (demo), keeps its tables up to date
-// (migrate), and tells how consumers and outbox are doing (status).
+// (migrate), tells how consumers and outbox are doing (status), and lets people deal
+// with held messages (held) and parked ones (outbox).
 //
 // Exit codes: 0 done, 1 failed, 2 wrong usage.
 package main
@@ -60,6 +61,6 @@ func newRootCommand() *cobra.Command {
 		RunE:          func(cmd *cobra.Command, _ []string) error { return cmd.Help() },
 	}
 	root.SetFlagErrorFunc(func(_ *cobra.Command, err error) error { return usageError{err} })
-	root.AddCommand(newDemoCommand(), newMigrateCommand(), newStatusCommand())
+	root.AddCommand(newDemoCommand(), newMigrateCommand(), newStatusCommand(), newHeldCommand(), newOutboxCommand())
 	return root
 }

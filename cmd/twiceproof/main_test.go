@@ -8,6 +8,7 @@ import (
 	"os"
 	"path/filepath"
 	"testing"
+	"time"
 
 	"github.com/stretchr/testify/require"
 
@@ -162,3 +163,8 @@ func TestExitCodes(t *testing.T) {
 		require.Equal(t, c.want, run(t.Context(), c.args), "%v", c.args)
 	}
 }
+
+const (
+	patience     = 10 * time.Second
+	patienceStep = 20 * time.Millisecond
+)

@@ -1,0 +1,332 @@
+package main
+
+import (
+	"context"
+	"encoding/json"
+	"errors"
+	"fmt"
+	"io"
+	"os"
+	"time"
+
+	"github.com/mattn/go-isatty"
+	"github.com/schollz/progressbar/v3"
+	"github.com/spf13/cobra"
+
+	"github.com/twiceproof/twiceproof/brokers"
+	"github.com/twiceproof/twiceproof/inbox"
+)
+
+// changeFlags are common to commands that change rows.
+type changeFlags struct {
+	reason              string
+	yes, dryRun, asJSON bool
+}
+
+func (f *changeFlags) add(c *cobra.Command) {
+	c.Flags().StringVar(&f.reason, "comment", "", "why, for the audit")
+	c.Flags().BoolVar(&f.yes, "yes", false, "do not ask")
+	c.Flags().BoolVar(&f.dryRun, "dry-run", false, "say what would be done, and do nothing")
+	c.Flags().BoolVar(&f.asJSON, "json", false, "print one JSON object")
+}
+
+// changed is what a command has done.
+type changed struct {
+	Action  string   `json:"action"`
+	DryRun  bool     `json:"dry_run"`
+	Chosen  int      `json:"chosen"`
+	Done    int      `json:"done"`
+	Gone    int      `json:"gone"`    // processed, discarded or changed meanwhile
+	Refused int      `json:"refused"` // cannot be run as they are
+	Left    int      `json:"left"`    // not tried: interrupted
+	Errors  []string `json:"errors,omitempty"`
+}
+
+func (c changed) print(out io.Writer, asJSON bool) error {
+	if asJSON {
+		return json.NewEncoder(out).Encode(c)
+	}
+	if c.DryRun {
+		fmt.Fprintf(out, "%d would be chosen for %s; nothing is changed\n", c.Chosen, c.Action)
+		return nil
+	}
+	fmt.Fprintf(out, "%s: %d done, %d gone or changed meanwhile, %d refused, %d left\n", c.Action, c.Done, c.Gone, c.Refused, c.Left)
+	for _, e := range c.Errors {
+		fmt.Fprintln(out, "  "+e)
+	}
+	return nil
+}
+
+// bar shows progress on a terminal, and nothing elsewhere.
+func bar(n int, what string) *progressbar.ProgressBar {
+	visible := isatty.IsTerminal(os.Stderr.Fd())
+	return progressbar.NewOptions(n, progressbar.OptionSetWriter(os.Stderr), progressbar.OptionSetVisibility(visible),
+		progressbar.OptionSetDescription(what), progressbar.OptionShowCount(), progressbar.OptionClearOnFinish())
+}
+
+func newHeldReplayCommand(db *databaseFlags) *cobra.Command {
+	var f filterFlags
+	var cf changeFlags
+	var rate float64
+	var inFlight int
+	c := &cobra.Command{
+		Use:   "replay [NO ...]",
+		Short: "Run held messages again, from their first attempt",
+		Long: `The list is fixed when the command starts: what is held later is not in it, and a
+message that has run or changed since is passed over. So the command may be
+interrupted and given again. Messages of one key run in their order.
+
+A replayed message keeps its ID: its own claim is kept as long as it is held, however
+old it is, so that it has one effect. What the inbox has forgotten meanwhile, beyond the
+consumer's window, are other messages: a handler that looks for their effects finds
+them, a redelivery of theirs runs again.`,
+		Example: `  twiceproof held replay 4711
+  twiceproof held replay --consumer billing --dead --class handler --rate 50 --in-flight 200 --yes
+  twiceproof held replay --consumer billing --dead --dry-run`,
+		RunE: func(cmd *cobra.Command, args []string) error {
+			if f.empty(args) {
+				return usageError{errors.New("say which: numbers of messages, or flags such as --consumer and --dead")}
+			}
+			if rate < 0 || inFlight < 0 {
+				return usageError{errors.New("--rate and --in-flight must not be negative")}
+			}
+			filter, err := f.filter(args)
+			if err != nil {
+				return err
+			}
+			return withHeld(cmd.Context(), db, func(op *inbox.Operator) error {
+				chosen, err := choose(cmd.Context(), op, filter)
+				if err != nil {
+					return err
+				}
+				r := changed{Action: "replay", DryRun: cf.dryRun, Chosen: len(chosen)}
+				if cf.dryRun {
+					return r.print(cmd.OutOrStdout(), cf.asJSON)
+				}
+				if err := confirm(cmd, cf.yes, fmt.Sprintf("replay %d messages", len(chosen))); err != nil {
+					return err
+				}
+				err = replay(cmd.Context(), op, chosen, inbox.By{Actor: actor(), Reason: cf.reason}, rate, inFlight, &r)
+				return errors.Join(err, r.print(cmd.OutOrStdout(), cf.asJSON))
+			})
+		},
+	}
+	f.add(c)
+	cf.add(c)
+	c.Flags().Float64Var(&rate, "rate", 100, "at most so many a second; 0: no limit")
+	c.Flags().IntVar(&inFlight, "in-flight", 1000, "wait while so many replayed ones are not finished; 0: no limit")
+	return c
+}
+
+func choose(ctx context.Context, op *inbox.Operator, f inbox.HeldFilter) ([]inbox.Choice, error) {
+	chosen, err := op.Choose(ctx, f)
+	switch {
+	case err != nil:
+		return nil, err
+	case len(chosen) == 0 && f.Seqs != nil:
+		return nil, fmt.Errorf("messages %v: %w", f.Seqs, inbox.ErrNotHeld)
+	case len(chosen) == 0:
+		return nil, errNothing
+	case f.Seqs != nil && len(chosen) < len(f.Seqs):
+		return nil, fmt.Errorf("only %d of %d: %w; nothing is changed", len(chosen), len(f.Seqs), inbox.ErrNotHeld)
+	}
+	return chosen, nil
+}
+
+// replay replays at most rate messages a second, while fewer than inFlight replayed
+// ones are unfinished.
+func replay(ctx context.Context, op *inbox.Operator, chosen []inbox.Choice, by inbox.By, rate float64, inFlight int, r *changed) error {
+	p := bar(len(chosen), "replay")
+	defer p.Finish() //nolint:errcheck // a picture
+	var done []int64
+	start := time.Now()
+	for i, c := range chosen {
+		if err := pace(ctx, op, &done, i, start, rate, inFlight); err != nil {
+			r.Left = len(chosen) - i
+			return interrupted(err)
+		}
+		err := op.Replay(context.WithoutCancel(ctx), c, by)
+		switch {
+		case err == nil:
+			r.Done++
+			done = append(done, c.Seq)
+		case errors.Is(err, inbox.ErrNotHeld), errors.Is(err, inbox.ErrChanged):
+			r.Gone++
+		case errors.Is(err, inbox.ErrNotReplayable):
+			r.Refused++
+			r.Errors = append(r.Errors, err.Error())
+		default:
+			r.Left = len(chosen) - i
+			return err
+		}
+		_ = p.Add(1)
+	}
+	return nil
+}
+
+func interrupted(err error) error {
+	if errors.Is(err, context.Canceled) {
+		return errors.New("interrupted between two messages: what is done is done whole; give the command again for the rest")
+	}
+	return err
+}
+
+// pace waits until the i-th message may go.
+func pace(ctx context.Context, op *inbox.Operator, done *[]int64, i int, start time.Time, rate float64, inFlight int) error {
+	if rate > 0 {
+		at := start.Add(time.Duration(float64(i) / rate * float64(time.Second)))
+		if err := sleep(ctx, time.Until(at)); err != nil {
+			return err
+		}
+	}
+	for inFlight > 0 && len(*done) >= inFlight {
+		n, err := op.Unfinished(ctx, *done)
+		if err != nil {
+			return err
+		}
+		if n < inFlight {
+			break
+		}
+		if err := sleep(ctx, 200*time.Millisecond); err != nil {
+			return err
+		}
+	}
+	// Asking for all that ever went would grow without end.
+	if limit := 2 * inFlight; inFlight > 0 && len(*done) > limit {
+		*done = append([]int64(nil), (*done)[len(*done)-limit:]...)
+	}
+	return ctx.Err()
+}
+
+func sleep(ctx context.Context, d time.Duration) error {
+	t := time.NewTimer(d)
+	defer t.Stop()
+	select {
+	case <-t.C:
+		return nil
+	case <-ctx.Done():
+		return ctx.Err()
+	}
+}
+
+func newHeldDiscardCommand(db *databaseFlags) *cobra.Command {
+	var f filterFlags
+	var cf changeFlags
+	c := &cobra.Command{
+		Use:   "discard [NO ...]",
+		Short: "Give held messages up, with a reason",
+		Long: `A discarded message counts as dealt with: a redelivery is a duplicate, and the next
+message of its key goes on. Its content is gone; export it first if it may be needed.`,
+		Example: `  twiceproof held discard 4711 --comment "test order" --yes
+  twiceproof held discard --consumer billing --reason conflict --comment "looked at" --dry-run`,
+		RunE: func(cmd *cobra.Command, args []string) error {
+			if f.empty(args) {
+				return usageError{errors.New("say which: numbers of messages, or flags such as --consumer and --dead")}
+			}
+			if cf.reason == "" {
+				return usageError{errors.New("say why: --comment")}
+			}
+			filter, err := f.filter(args)
+			if err != nil {
+				return err
+			}
+			return withHeld(cmd.Context(), db, func(op *inbox.Operator) error {
+				chosen, err := choose(cmd.Context(), op, filter)
+				if err != nil {
+					return err
+				}
+				r := changed{Action: "discard", DryRun: cf.dryRun, Chosen: len(chosen)}
+				if cf.dryRun {
+					return r.print(cmd.OutOrStdout(), cf.asJSON)
+				}
+				if err := confirm(cmd, cf.yes, fmt.Sprintf("discard %d messages", len(chosen))); err != nil {
+					return err
+				}
+				err = discard(cmd.Context(), op, chosen, inbox.By{Actor: actor(), Reason: cf.reason}, &r)
+				return errors.Join(err, r.print(cmd.OutOrStdout(), cf.asJSON))
+			})
+		},
+	}
+	f.add(c)
+	cf.add(c)
+	return c
+}
+
+func discard(ctx context.Context, op *inbox.Operator, chosen []inbox.Choice, by inbox.By, r *changed) error {
+	p := bar(len(chosen), "discard")
+	defer p.Finish() //nolint:errcheck // a picture
+	for i, c := range chosen {
+		if err := ctx.Err(); err != nil {
+			r.Left = len(chosen) - i
+			return interrupted(err)
+		}
+		switch err := op.Discard(context.WithoutCancel(ctx), c, by); {
+		case err == nil:
+			r.Done++
+		case errors.Is(err, inbox.ErrNotHeld), errors.Is(err, inbox.ErrChanged):
+			r.Gone++
+		default:
+			r.Left = len(chosen) - i
+			return err
+		}
+		_ = p.Add(1)
+	}
+	return nil
+}
+
+func newHeldEditCommand(db *databaseFlags) *cobra.Command {
+	var cf changeFlags
+	var newID, payload, typ, contentType string
+	c := &cobra.Command{
+		Use:   "edit NO",
+		Short: "Replace a held message by a mended copy, in its place, and run it",
+		Long: `The copy gets a new ID, which is linked to the old one: the old ID counts as discarded,
+so that a redelivery of the broken message is a duplicate. It keeps the place of the old
+one in its key, and everything that is not given here.`,
+		Example: `  twiceproof held show 4711 --json | jq -r .message.payload > body.json
+  $EDITOR body.json
+  twiceproof held edit 4711 --new-id order-17-mended --payload-file body.json --comment "currency was missing" --yes`,
+		Args: oneArg,
+		RunE: func(cmd *cobra.Command, args []string) error {
+			seqs, err := numbers(args)
+			if err != nil {
+				return err
+			}
+			if newID == "" || payload == "" {
+				return usageError{errors.New("give --new-id and --payload-file")}
+			}
+			body, err := os.ReadFile(payload)
+			if payload == "-" {
+				body, err = io.ReadAll(cmd.InOrStdin())
+			}
+			if err != nil {
+				return err
+			}
+			return withHeld(cmd.Context(), db, func(op *inbox.Operator) error {
+				chosen, err := choose(cmd.Context(), op, inbox.HeldFilter{Seqs: seqs})
+				if err != nil {
+					return err
+				}
+				r := changed{Action: "edit", DryRun: cf.dryRun, Chosen: 1}
+				if cf.dryRun {
+					return r.print(cmd.OutOrStdout(), cf.asJSON)
+				}
+				if err := confirm(cmd, cf.yes, fmt.Sprintf("replace message %d by %q", seqs[0], newID)); err != nil {
+					return err
+				}
+				m := &brokers.Message{ID: newID, Payload: body, Type: typ, ContentType: contentType}
+				if _, err := op.Edit(cmd.Context(), chosen[0], m, inbox.By{Actor: actor(), Reason: cf.reason}); err != nil {
+					return err
+				}
+				r.Done = 1
+				return r.print(cmd.OutOrStdout(), cf.asJSON)
+			})
+		},
+	}
+	cf.add(c)
+	c.Flags().StringVar(&newID, "new-id", "", "the copy's message ID, which nobody has used")
+	c.Flags().StringVar(&payload, "payload-file", "", "file with the copy's payload; - is standard input")
+	c.Flags().StringVar(&typ, "type", "", "the copy's type (default: the old one's)")
+	c.Flags().StringVar(&contentType, "content-type", "", "the copy's content type (default: the old one's)")
+	return c
+}
