@@ -25,6 +25,7 @@ type job struct {
 	ctx context.Context // what the interceptors gave, nil without
 	err error           // how the last run ended, for the interceptors
 
+	probe     bool                            // the breaker's: its failure counts for nothing
 	tries     int                             // failed runs of this delivery
 	first     time.Time                       // when the first run began
 	reruns    int                             // serialization failures in a row
@@ -94,6 +95,9 @@ func (l *loop[Tx]) process(j *job) next {
 		return l.writeHead(j, j.owed)
 	}
 	if j.head != nil {
+		if !l.enter(j) {
+			return over
+		}
 		return l.intercept(j, l.retry)
 	}
 	switch {
@@ -113,7 +117,48 @@ func (l *loop[Tx]) process(j *job) next {
 		j.item.ID = ""
 		return l.record(j, outcome{reason: reason, dead: true, err: j.defect, failure: failure("id", j.defect)})
 	}
+	if !l.enter(j) {
+		return over
+	}
 	return l.intercept(j, l.claim)
+}
+
+// enter waits while the breaker is open, unless the job is to be its probe. It reports
+// false when the job was given back instead.
+func (l *loop[Tx]) enter(j *job) bool {
+	if !l.breaker.isOpen() {
+		j.probe = false
+		return true
+	}
+	ctx := l.stopping
+	if limit := l.holdLimit(); limit > 0 && j.d != nil {
+		var cancel context.CancelFunc
+		ctx, cancel = context.WithDeadline(ctx, j.received.Add(limit))
+		defer cancel()
+	}
+	var ok bool
+	if j.probe, ok = l.breaker.enter(ctx); ok {
+		return true
+	}
+	l.release(j)
+	if l.stopping.Err() == nil {
+		l.giveBackQueued()
+	}
+	return false
+}
+
+// judged tells the breaker how a run ended.
+func (l *loop[Tx]) judged(j *job, failed, neutral bool, err error) {
+	l.breaker.ended(j.probe, failed, neutral, err)
+	j.probe = false
+}
+
+// blameless: the run was the breaker's probe and failed as it had to.
+func (l *loop[Tx]) blameless(j *job, o outcome, err error) bool {
+	may := !o.discard && o.reason != inbox.ReasonUnknownType && o.failure.Class != "permanent"
+	probe := j.probe
+	l.judged(j, may, !may, err)
+	return probe && may
 }
 
 func failure(class string, err error) inbox.Failure {
@@ -159,9 +204,13 @@ func (l *loop[Tx]) claim(j *job) next {
 	a, vs, err := l.store.Begin(ctx, l.unit(j))
 	cancel()
 	if err != nil {
+		l.judged(j, false, true, nil)
 		return l.storeFailed(j, err)
 	}
 	j.waits = 0
+	if vs[0] != inbox.Claimed || j.ended {
+		l.judged(j, false, true, nil)
+	}
 	switch vs[0] {
 	case inbox.Claimed:
 		if j.ended {
@@ -241,6 +290,9 @@ func (l *loop[Tx]) attempt(j *job, a inbox.Attempt[Tx]) next {
 	}
 	rerun, broken := a.Rerun(r.err), !r.ended && a.Broken()
 	rolled := a.Rollback(l.values)
+	if r.lost || r.drained || rerun || broken {
+		l.judged(j, false, true, nil)
+	}
 	switch {
 	case r.lost:
 		l.drop(j)
@@ -274,9 +326,15 @@ func (l *loop[Tx]) commit(j *job, a inbox.Attempt[Tx], m *Message) next {
 	ctx, cancel := context.WithTimeout(l.values, 30*time.Second)
 	defer cancel()
 	result, err := a.Commit(ctx)
+	l.judged(j, false, result != inbox.CommitYes, nil)
 	switch result {
 	case inbox.CommitYes:
 		l.processed(ctx, m)
+		if j.tries > 0 {
+			l.budget.give(1)
+		} else {
+			l.budget.earned()
+		}
 		l.settler.add(j, brokers.Done)
 		j.err = nil
 		return over
@@ -329,12 +387,15 @@ func (l *loop[Tx]) processed(ctx context.Context, m *Message) {
 
 // failed decides what a failed run of a delivery means.
 func (l *loop[Tx]) failed(j *job, err error) next {
-	j.tries++
 	j.broken, j.reruns = 0, 0
+	if l.blameless(j, l.decide(err, j.tries+1, time.Since(j.received)), err) {
+		return again(0)
+	}
+	j.tries++
 	l.countFailure(&Message{Message: &j.d.Message, Consumer: l.cfg.Name, Coordinates: j.d.Coordinates, Attempt: j.tries}, err)
 	o := l.decide(err, j.tries, time.Since(j.received))
 	retryable := !o.dead && !o.discard && o.reason == inbox.ReasonRetry && !isAfter(err)
-	if retryable && j.tries < l.cfg.Tries && time.Since(j.first) < l.cfg.TryFor && l.stopping.Err() == nil && !isClosed(j.d.Draining) {
+	if retryable && j.tries < l.cfg.policy(o.failure.Class).Tries && time.Since(j.first) < l.cfg.TryFor && l.stopping.Err() == nil && !isClosed(j.d.Draining) && l.budget.take(1) == 1 {
 		return again(backoff(20*time.Millisecond, l.cfg.TryFor/2, j.tries))
 	}
 	return l.record(j, o)
@@ -351,24 +412,36 @@ func (l *loop[Tx]) decide(err error, n int, age time.Duration) outcome {
 	var discard discardError
 	var permanent permanentError
 	var after retryAfterError
+	isPermanent, unknown := errors.As(err, &permanent), errors.Is(err, ErrUnknownType)
+	switch {
+	case isPermanent:
+		o.failure.Class = "permanent"
+	case unknown:
+		o.failure.Class = "unknown-type"
+	case errors.Is(err, context.DeadlineExceeded) && o.failure.Class == "handler":
+		o.failure.Class = "timeout"
+	}
+	if l.cfg.Class != nil {
+		if c := l.cfg.Class(err); c != "" {
+			o.failure.Class = c
+		}
+	}
+	p := l.cfg.policy(o.failure.Class)
 	switch {
 	case errors.As(err, &discard):
 		o.discard = true
-	case errors.As(err, &permanent):
-		o.dead, o.reason, o.failure.Class = true, inbox.ReasonDead, "permanent"
-	case errors.Is(err, ErrUnknownType):
-		o.reason, o.failure.Class, o.attempts = inbox.ReasonUnknownType, "unknown-type", n-1
-		o.delay = backoff(l.cfg.Backoff, l.cfg.MaxBackoff, 20)
+	case isPermanent:
+		o.dead, o.reason = true, inbox.ReasonDead
+	case unknown:
+		o.reason, o.attempts = inbox.ReasonUnknownType, n-1
+		o.delay = backoff(p.Backoff, p.MaxBackoff, 20)
 		o.dead = age >= l.cfg.UnknownTypeFor
-	case n >= l.cfg.MaxAttempts:
+	case n >= p.MaxAttempts:
 		o.dead, o.reason = true, inbox.ReasonDead
 	case errors.As(err, &after):
 		o.delay = after.after
 	default:
-		o.delay = backoff(l.cfg.Backoff, l.cfg.MaxBackoff, n-min(n-1, l.cfg.Tries-1))
-	}
-	if errors.Is(err, context.DeadlineExceeded) && o.failure.Class == "handler" {
-		o.failure.Class = "timeout"
+		o.delay = backoff(p.Backoff, p.MaxBackoff, n-min(n-1, p.Tries-1))
 	}
 	return o
 }
@@ -397,8 +470,12 @@ func (l *loop[Tx]) record(j *job, o outcome) next {
 }
 
 func (l *loop[Tx]) outcome(j *job, o outcome) inbox.Outcome[Tx] {
-	return inbox.Outcome[Tx]{Item: j.item, Discard: o.discard, Reason: o.reason, Dead: o.dead, Delay: o.delay,
+	out := inbox.Outcome[Tx]{Item: j.item, Discard: o.discard, Reason: o.reason, Dead: o.dead, Delay: o.delay,
 		Attempts: o.attempts, Failure: o.failure}
+	if o.dead && !o.discard && l.deadLetter != nil {
+		out.With = func(ctx context.Context, tx Tx, death int) error { return l.deadLetter(ctx, tx, j.item, o, death) }
+	}
+	return out
 }
 
 func (l *loop[Tx]) held(j *job, o outcome) next {

@@ -67,7 +67,21 @@ type Config struct {
 	// Backoff and MaxBackoff bound the delay of a held message: it doubles from the
 	// first to the second, with full jitter. 0: 1 s and 5 min.
 	Backoff, MaxBackoff time.Duration
-	// CrashLimit is how many runs of a held message may end with the process. 0: 3.
+	// Class names the class of a handler's error, "" leaves it as it is: "handler",
+	// "panic", "timeout", "permanent", "unknown-type". It is kept with a held message,
+	// and chooses a policy.
+	Class func(err error) string
+	// Policies are retry policies of error classes, instead of Tries, MaxAttempts,
+	// Backoff and MaxBackoff.
+	Policies map[string]RetryPolicy
+	// RetryBudget bounds retries that fail: so many for each first run that succeeds,
+	// besides 10 a second. What it does not allow stays held and waits. 0: 0.2;
+	// negative: no bound.
+	RetryBudget float64
+	// Breaker stops consuming while nearly every run fails.
+	Breaker Breaker
+	// CrashLimit is how many runs of a message may end with the process before it is
+	// dead. 0: 3.
 	CrashLimit int
 	// MaxHeld is how many held messages stop the intake. 0: 100,000.
 	MaxHeld int
@@ -150,6 +164,16 @@ func (c Config) withDefaults(pool int, singleWriter bool) (Config, error) {
 	def(&c.Backoff, time.Second)
 	def(&c.MaxBackoff, 5*time.Minute)
 	def(&c.CrashLimit, 3)
+	def(&c.RetryBudget, defaultBudget)
+	c.Breaker.defaults()
+	for class, p := range c.Policies {
+		if p.Tries < 0 || p.MaxAttempts < 0 || p.Backoff < 0 || p.MaxBackoff < 0 {
+			bad("Policies[%q] has a negative field: a zero one is the Config's own", class)
+		}
+	}
+	if c.Breaker.Share > 1 || c.Breaker.Runs < 1 || c.Breaker.Window < 0 || c.Breaker.Pause < 0 || c.Breaker.MaxPause < 0 {
+		bad("Breaker: Share is at most 1, and the others are positive")
+	}
 	def(&c.MaxHeld, 100_000)
 	def(&c.UnknownTypeFor, 24*time.Hour)
 	if c.Logger == nil {

@@ -116,7 +116,9 @@ func launch[Tx any](t *testing.T, store inbox.Store[Tx], c *cut, src brokers.Sou
 	return &running{r, stop}
 }
 
-func sqlite(t *testing.T) database {
+func sqlite(t *testing.T) database { return onSQLite(t, sqliteHandle(t)) }
+
+func sqliteHandle(t *testing.T) *sql.DB {
 	dsn := "file:" + filepath.Join(t.TempDir(), "t.db") + "?_pragma=busy_timeout(5000)&_pragma=journal_mode(WAL)&_pragma=synchronous(FULL)&_txlock=immediate"
 	db, err := sql.Open("sqlite", dsn)
 	require.NoError(t, err)
@@ -126,6 +128,10 @@ func sqlite(t *testing.T) database {
 	require.NoError(t, err)
 	_, err = db.Exec(effects)
 	require.NoError(t, err)
+	return db
+}
+
+func onSQLite(_ *testing.T, db *sql.DB) database {
 	c := &cut{}
 	return database{"sqlite", sqlQuery(db), sqlDo(db), inbox.SQLite(db), c, func(t *testing.T, src brokers.Source, cfg consumer.Config, fn handlerFunc) *running {
 		return launch[*sql.Tx](t, inbox.SQLite(db), c, src, cfg, sqlHandler(fn))

@@ -130,7 +130,7 @@ func TestMaxHeldPausesTheIntakeAndRetriesGoOn(t *testing.T) {
 		var down atomic.Bool
 		down.Store(true)
 		cfg := quick()
-		cfg.MaxHeld, cfg.Tries, cfg.MaxAttempts, cfg.Room = 5, 1, 1_000_000, 2
+		cfg.MaxHeld, cfg.Tries, cfg.MaxAttempts, cfg.Room, cfg.Breaker.Share = 5, 1, 1_000_000, 2, -1
 		r := db.start(t, b.Source("q"), cfg, func(_ context.Context, exec execFunc, m *consumer.Message) error {
 			if down.Load() {
 				return errors.New("downstream is out")

@@ -70,7 +70,16 @@ func (l *loop[Tx]) countForLimit(ctx context.Context) {
 // takeHeads takes as many due heads as there are idle workers.
 func (l *loop[Tx]) takeHeads(ctx context.Context) bool {
 	n := l.cfg.Concurrency - int(l.busy.Load())
+	if l.breaker.isOpen() {
+		n = min(n, 1)
+		if l.room.inHand() > 0 {
+			n = 0 // a delivery is there to probe with
+		}
+	}
 	if n <= 0 {
+		return false
+	}
+	if n = l.budget.take(n); n == 0 {
 		return false
 	}
 	lease := l.cfg.ClaimTimeout + l.cfg.HandlerTimeout
@@ -78,6 +87,7 @@ func (l *loop[Tx]) takeHeads(ctx context.Context) bool {
 		lease = time.Hour
 	}
 	heads, err := l.store.TakeHeads(ctx, inbox.HeadQuery{Consumer: l.cfg.Name, Max: n, Lease: lease + l.cfg.Grace})
+	l.budget.give(n - len(heads))
 	if err != nil {
 		if ctx.Err() == nil && !inbox.Rerun(err) && !errors.Is(err, inbox.ErrClaimTimeout) {
 			l.gate.trip(err)
@@ -100,9 +110,11 @@ func (l *loop[Tx]) retry(j *job) next {
 	a, err := l.store.BeginRetry(ctx, h, l.unit(j))
 	cancel()
 	if err != nil {
+		l.judged(j, false, true, nil)
 		return l.retryNotBegun(j, err)
 	}
 	if died := h.Starts - 1 - h.Attempts; died >= l.cfg.CrashLimit {
+		l.judged(j, false, true, nil)
 		err := errors.New("the process ended during too many runs of this message")
 		return l.failHead(j, a, outcome{reason: inbox.ReasonCrashLoop, dead: true, attempts: h.Attempts, err: err, failure: failure("crash-loop", err)})
 	}
@@ -111,12 +123,20 @@ func (l *loop[Tx]) retry(j *job) next {
 	if r.err == nil {
 		return l.commitHead(j, a, m)
 	}
+	rerun, broken := a.Rerun(r.err), !r.ended && a.Broken()
+	if r.drained || rerun || broken {
+		l.judged(j, false, true, nil)
+	}
 	switch {
-	case r.drained, a.Rerun(r.err):
+	case r.drained, rerun:
 		_ = a.Rollback(l.values)
 		return l.takeBack(j, backoff(5*time.Millisecond, time.Second, 1))
-	case !r.ended && a.Broken():
+	case broken:
 		return l.headConnectionLost(j, a, r.err)
+	}
+	if l.blameless(j, l.decide(r.err, j.head.Attempts+1, j.head.Age), r.err) {
+		_ = a.Rollback(l.values)
+		return l.takeBack(j, 0)
 	}
 	return l.failHead(j, a, l.decideHead(j, r.err))
 }
@@ -165,8 +185,11 @@ func (l *loop[Tx]) decideHead(j *job, err error) outcome {
 func (l *loop[Tx]) commitHead(j *job, a inbox.Attempt[Tx], m *Message) next {
 	ctx, cancel := context.WithTimeout(l.values, 30*time.Second)
 	defer cancel()
-	switch result, err := a.Commit(ctx); {
+	result, err := a.Commit(ctx)
+	l.judged(j, false, result != inbox.CommitYes, nil)
+	switch {
 	case result == inbox.CommitYes:
+		l.budget.give(1)
 		l.broken.Delete(j.head.Seq)
 		j.err = nil
 		l.processed(ctx, m)

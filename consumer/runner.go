@@ -70,6 +70,8 @@ func New[Tx any](s inbox.Store[Tx], src brokers.Source, h Handler[Tx], cfg Confi
 	st := &state{done: make(chan struct{}), health: map[string]error{}, pause: newPause()}
 	l := &loop[Tx]{cfg: cfg, store: s, src: src, handler: h, st: st, jobs: lanes.New[*job](), wake: make(chan struct{}, 1)}
 	l.gate, l.pause = newGate(l), st.pause
+	l.budget = newBudget(cfg.RetryBudget, cfg.Concurrency)
+	l.breaker = newBreaker(cfg.Breaker, l.downstream)
 	for _, o := range opts {
 		o(l)
 	}
@@ -160,17 +162,22 @@ func (s *state) report(what string, err error) {
 
 // loop is the Runner with its transaction type.
 type loop[Tx any] struct {
-	cfg      Config
-	store    inbox.Store[Tx]
-	src      brokers.Source
-	handler  Handler[Tx]
-	st       *state
-	caps     brokers.Capabilities
-	jobs     *lanes.Lanes[*job]
-	room     *room
-	settler  *settler
-	gate     *gate
-	pause    *pause
+	cfg     Config
+	store   inbox.Store[Tx]
+	src     brokers.Source
+	handler Handler[Tx]
+	st      *state
+	caps    brokers.Capabilities
+	jobs    *lanes.Lanes[*job]
+	room    *room
+	settler *settler
+	gate    *gate
+	breaker *breaker
+	budget  *budget
+	pause   *pause
+
+	deadLetter func(ctx context.Context, tx Tx, it *inbox.Item, o outcome, death int) error // nil: nobody wants it
+
 	broken   sync.Map      // held messages that lost their connection: seq -> times in a row
 	stuck    atomic.Int64  // handlers that go on past their context
 	full     atomic.Bool   // MaxHeld is reached
@@ -250,6 +257,16 @@ func (l *loop[Tx]) run(ctx context.Context) error {
 	return errors.Join(err, l.closeSource(ctx))
 }
 
+// downstream reports that what the handler depends on is out, or is back.
+func (l *loop[Tx]) downstream(err error) {
+	l.st.report("handler's downstream", err)
+	if err != nil {
+		l.cfg.Logger.Error("nearly every run fails; consuming is paused", "error", err)
+	} else {
+		l.cfg.Logger.Info("a run has succeeded; consuming goes on")
+	}
+}
+
 func (l *loop[Tx]) setReady(ok bool) {
 	l.st.mu.Lock()
 	l.st.ready = ok
@@ -286,6 +303,13 @@ func (l *loop[Tx]) intake(ctx context.Context) error {
 		n, ok := l.room.free(ctx)
 		if !ok {
 			return nil
+		}
+		if l.breaker.isOpen() {
+			if l.room.inHand() > 0 { // something to probe with is there
+				sleep(ctx, 50*time.Millisecond)
+				continue
+			}
+			n = 1
 		}
 		receive, cancel := l.pause.during(ctx)
 		ds, err := l.src.Receive(receive, n)

@@ -293,10 +293,7 @@ func (a *sqlAttempt) Fail(ctx context.Context, o Outcome[*sql.Tx]) error {
 		if err := a.s.e.failHead(ctx, sqldb.SQL(tx), a.head, rowOf(o, a.u), o.Discard); err != nil {
 			return err
 		}
-		if o.With != nil {
-			return o.With(ctx, tx)
-		}
-		return nil
+		return runWith(ctx, a.s.e, tx, sqldb.SQL(tx), a.u, o)
 	}
 	err := errKilled
 	if !a.killed {

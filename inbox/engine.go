@@ -298,7 +298,7 @@ func (e *engine) settleClaims(ctx context.Context, q sqldb.Q, consumer int16, u 
 			_, err = q.Exec(ctx, e.sql(sqlSetState), consumer, items[i].ID, stateHeld, nil)
 		case v == Behind && u.HoldBehind:
 			dirty = true
-			err = e.insertHeld(ctx, q, consumer, heldRow{item: items[i], reason: ReasonBehind, continueAfterDead: u.ContinueAfterDead})
+			_, err = e.insertHeld(ctx, q, consumer, heldRow{item: items[i], reason: ReasonBehind, continueAfterDead: u.ContinueAfterDead})
 		case v == Behind:
 			// A message that does not run must not leave its claim to the transaction's
 			// other work: it would count as done.
@@ -382,30 +382,30 @@ func (e *engine) lockKey(ctx context.Context, q sqldb.Q, consumer int16, key []b
 }
 
 // insertHeld holds a message whose claim this transaction has (kind 0), or which
-// has none.
-func (e *engine) insertHeld(ctx context.Context, q sqldb.Q, consumer int16, r heldRow) error {
+// has none. It reports false when it is held already.
+func (e *engine) insertHeld(ctx context.Context, q sqldb.Q, consumer int16, r heldRow) (bool, error) {
 	it, m := r.item, r.item.Message
 	key := it.OrderKey
 	if r.kind != kindOrdinary {
 		key = nil // those never block their key
 	}
 	if err := e.lockKey(ctx, q, consumer, key); err != nil {
-		return err
+		return false, err
 	}
-	_, err := q.Exec(ctx, e.sql(sqlInsertHeld), consumer, r.kind, r.dead, r.attempts, r.reason,
+	n, err := q.Exec(ctx, e.sql(sqlInsertHeld), consumer, r.kind, r.dead, r.attempts, r.reason,
 		orNil(it.ID), it.RawID, it.Fingerprint, key, text(it.Coordinates), []byte(m.Topic), bytesOrNil(m.Key), []byte(m.Type),
 		[]byte(m.ContentType), msgcodec.Time(m.Time), msgcodec.Headers(m.Headers), m.Payload,
 		orNil(text(r.failure.Class)), orNil(text(r.failure.Text)), orNil(text(r.failure.Stack)),
 		r.delay.Microseconds(), r.continueAfterDead)
-	if err == nil && e.dialect == sqldb.SQLite {
+	if err == nil && n > 0 && e.dialect == sqldb.SQLite {
 		// PostgreSQL numbers the places by itself.
 		_, err = q.Exec(ctx, sqlPosition)
 	}
 	if err != nil || r.kind != kindOrdinary {
-		return err
+		return n > 0, err
 	}
 	_, err = q.Exec(ctx, e.sql(sqlSetState), consumer, it.ID, stateHeld, nil)
-	return err
+	return n > 0, err
 }
 
 const sqlPosition = `UPDATE held_messages SET position = seq WHERE seq = last_insert_rowid() AND position = 0`
@@ -438,7 +438,10 @@ func (e *engine) recordOn(ctx context.Context, q sqldb.Q, consumer int16, u Unit
 		if r.reason == ReasonConflict {
 			r.kind = kindConflict
 		}
-		return Recorded, e.insertHeld(ctx, q, consumer, r)
+		if inserted, err := e.insertHeld(ctx, q, consumer, r); err != nil || inserted {
+			return Recorded, err
+		}
+		return Held, nil
 	}
 	u.HoldBehind = false
 	rows, _, err := e.claimOn(ctx, q, consumer, u, []*Item{it})
@@ -462,7 +465,8 @@ func (e *engine) recordOn(ctx context.Context, q sqldb.Q, consumer int16, u Unit
 		_, err = q.Exec(ctx, e.sql(sqlSetState), consumer, it.ID, stateDiscarded, text(r.failure.Text))
 		return Recorded, err
 	}
-	return Recorded, e.insertHeld(ctx, q, consumer, r)
+	_, err = e.insertHeld(ctx, q, consumer, r)
+	return Recorded, err
 }
 
 // recordAll keeps outcomes on an open transaction.
@@ -470,8 +474,8 @@ func recordAll[Tx any](ctx context.Context, e *engine, tx Tx, q sqldb.Q, consume
 	vs := make([]Verdict, 0, len(outcomes))
 	for _, o := range outcomes {
 		v, err := e.recordOn(ctx, q, consumer, u, o.Item, o.Discard, rowOf(o, u))
-		if err == nil && v == Recorded && o.With != nil {
-			err = o.With(ctx, tx)
+		if err == nil && v == Recorded {
+			err = runWith(ctx, e, tx, q, u, o)
 		}
 		if err != nil {
 			return nil, err
@@ -480,6 +484,24 @@ func recordAll[Tx any](ctx context.Context, e *engine, tx Tx, q sqldb.Q, consume
 	}
 	return vs, nil
 }
+
+// runWith runs what an outcome brings along.
+func runWith[Tx any](ctx context.Context, e *engine, tx Tx, q sqldb.Q, u Unit, o Outcome[Tx]) error {
+	if o.With == nil {
+		return nil
+	}
+	death := 0
+	if o.Dead && !o.Discard {
+		if _, err := sqldb.QueryRow(ctx, q, e.sql(sqlReplays), []any{u.Consumer, o.Item.ID}, &death); err != nil {
+			return err
+		}
+		death++
+	}
+	return o.With(ctx, tx, death)
+}
+
+// A message dies again only after somebody has replayed it.
+const sqlReplays = `SELECT count(*) FROM {s}twiceproof_audit WHERE consumer = $1 AND message_id = $2 AND action = 'replay'`
 
 func rowOf[Tx any](o Outcome[Tx], u Unit) heldRow {
 	return heldRow{item: o.Item, reason: o.Reason, dead: o.Dead, delay: o.Delay, attempts: o.Attempts, failure: o.Failure,

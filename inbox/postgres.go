@@ -308,10 +308,7 @@ func (a *pgAttempt) Fail(ctx context.Context, o Outcome[pgx.Tx]) error {
 		if err := a.s.e.failHead(ctx, sqldb.Pgx(tx), a.head, rowOf(o, a.u), o.Discard); err != nil {
 			return err
 		}
-		if o.With != nil {
-			return o.With(ctx, tx)
-		}
-		return nil
+		return runWith(ctx, a.s.e, tx, sqldb.Pgx(tx), a.u, o)
 	}
 	if a.conn != nil && !a.killed && !a.Broken() && !a.Rerun(nil) {
 		_, err := a.guard.conn.Exec(ctx, "ROLLBACK TO SAVEPOINT "+savepoint)

@@ -21,7 +21,7 @@ type Store[Tx any] interface {
 	Begin(ctx context.Context, u Unit) (Attempt[Tx], []Verdict, error)
 
 	// Record keeps outcomes of messages that were not processed, in a transaction of
-	// its own: Held or Discarded when done, or what was found instead.
+	// its own: Recorded, or what was found instead (Held: it is held already).
 	Record(ctx context.Context, u Unit, outcomes ...Outcome[Tx]) ([]Verdict, error)
 
 	// TakeHeads marks due held messages as started by this caller for the lease, each
@@ -180,8 +180,10 @@ type Outcome[Tx any] struct {
 	// Attempts is the number of failed runs, this one included.
 	Attempts int
 	Failure  Failure
-	// With, if set, runs inside the transaction that keeps the outcome.
-	With func(ctx context.Context, tx Tx) error
+	// With, if set, runs inside the transaction that keeps the outcome. death is 1 when a
+	// message is dead for the first time and grows with each time after a replay; 0 for an
+	// outcome that is not dead.
+	With func(ctx context.Context, tx Tx, death int) error
 }
 
 // HeadQuery asks for due held messages.

@@ -229,7 +229,7 @@ func (e *env[Tx]) duringHold(held *inbox.Item, end error, it *inbox.Item) <-chan
 	inside, leave := make(chan struct{}), make(chan struct{})
 	done := make(chan error, 1)
 	o := retryOf[Tx](held)
-	o.With = func(context.Context, Tx) error {
+	o.With = func(context.Context, Tx, int) error {
 		close(inside)
 		<-leave
 		return end

@@ -14,6 +14,9 @@ CREATE TABLE IF NOT EXISTS twiceproof_audit (
 	reason         text
 );
 
+-- How often was this message replayed?
+CREATE INDEX IF NOT EXISTS twiceproof_audit_message ON twiceproof_audit (consumer, message_id);
+
 -- The lease of the one process that cleans a consumer's inbox, and what it may do.
 CREATE TABLE IF NOT EXISTS inbox_retention (
 	consumer_id  smallint    PRIMARY KEY,
