@@ -44,26 +44,34 @@ func (e *engine) takeHeads(ctx context.Context, q sqldb.Q, consumer int16, hq He
 const (
 	sqlLockHead = `SELECT tx_mark FROM {s}held_messages WHERE seq = $1 AND starts = $2 {lock}`
 	sqlMarkHead = `UPDATE {s}held_messages SET tx_mark = 'running' WHERE seq = $1 AND starts = $2`
-	sqlNextDue  = `UPDATE {s}held_messages SET due_at = {now}
+	// A first one that somebody has locked is left to him: it runs now, beside an earlier
+	// one that an operator has put before it, and its run will end. Waiting for it here,
+	// with the key locked that it needs at its end, would be a deadlock.
+	sqlNextDue = `UPDATE {s}held_messages SET due_at = {now} WHERE seq IN (SELECT seq FROM {s}held_messages
 		WHERE seq = (SELECT seq FROM {s}held_messages WHERE consumer_id = $1 AND order_key = $2 AND NOT (dead AND $3) ORDER BY position LIMIT 1)
-		AND NOT dead AND due_at IS NULL`
+		AND NOT dead AND due_at IS NULL {skip})`
 	sqlDeleteHead = `DELETE FROM {s}held_messages WHERE seq = $1 AND starts = $2`
 	// A run that counts as no attempt takes its start back, or it would look like one
 	// that died.
 	sqlRetryHead = `UPDATE {s}held_messages SET starts = CASE WHEN attempts = $3 THEN starts - 1 ELSE starts END, attempts = $3, reason = $4, dead = $5, tx_mark = NULL, updated_at = {now},
-		due_at = CASE WHEN $5 THEN NULL ELSE {after:$6} END,
+		due_at = CASE WHEN $5 OR ` + sqlOvertaken + ` THEN NULL ELSE {after:$6} END,
 		first_error_class = coalesce(first_error_class, $7), first_error = coalesce(first_error, $8),
 		last_error_class = $7, last_error = $8, last_stack = $9
 		WHERE seq = $1 AND starts = $2`
-	sqlReturnHead = `UPDATE {s}held_messages SET starts = starts - 1, tx_mark = NULL, due_at = {after:$3} WHERE seq = $1 AND starts = $2`
-	sqlRepair     = `UPDATE {s}held_messages SET due_at = {now} WHERE consumer_id = $1 AND due_at IS NULL AND NOT dead AND (order_key IS NULL OR seq IN (
+	sqlReturnHead = `UPDATE {s}held_messages SET starts = starts - 1, tx_mark = NULL, due_at = CASE WHEN ` + sqlOvertaken + ` THEN NULL ELSE {after:$3} END
+		WHERE seq = $1 AND starts = $2`
+	// An operator has put an earlier message of the key before this one while it ran:
+	// it is not the first any more.
+	sqlOvertaken = `EXISTS (SELECT 1 FROM {s}held_messages e WHERE e.consumer_id = {s}held_messages.consumer_id
+		AND e.order_key = {s}held_messages.order_key AND e.position < {s}held_messages.position AND e.due_at IS NOT NULL)`
+	sqlRepair = `UPDATE {s}held_messages SET due_at = {now} WHERE seq IN (SELECT seq FROM {s}held_messages WHERE consumer_id = $1 AND due_at IS NULL AND NOT dead AND (order_key IS NULL OR seq IN (
 		WITH RECURSIVE k(key) AS (
 			SELECT (SELECT order_key FROM {s}held_messages WHERE consumer_id = $1 AND order_key IS NOT NULL ORDER BY order_key LIMIT 1)
 			UNION ALL
 			SELECT (SELECT order_key FROM {s}held_messages WHERE consumer_id = $1 AND order_key > k.key ORDER BY order_key LIMIT 1) FROM k WHERE k.key IS NOT NULL
 		)
 		SELECT (SELECT seq FROM {s}held_messages f WHERE f.consumer_id = $1 AND f.order_key = k.key AND NOT (f.dead AND $2) ORDER BY f.position LIMIT 1)
-		FROM k WHERE k.key IS NOT NULL))`
+		FROM k WHERE k.key IS NOT NULL)) {skip})`
 	sqlHeldStats = `SELECT count(*), count(CASE WHEN dead THEN 1 END), count(CASE WHEN due_at <= {now} THEN 1 END),
 		coalesce(max(CASE WHEN due_at <= {now} THEN {age:due_at} END), 0) FROM {s}held_messages WHERE consumer_id = $1`
 )
@@ -152,6 +160,39 @@ func (e *engine) nextDue(ctx context.Context, q sqldb.Q, h *Head, continueAfterD
 		return nil
 	}
 	_, err := q.Exec(ctx, e.sql(sqlNextDue), h.consumer, h.Item.OrderKey, continueAfterDead)
+	return err
+}
+
+const (
+	sqlContinues = `SELECT EXISTS (SELECT 1 FROM {s}held_messages h WHERE h.consumer_id = $1 AND h.order_key = $2 AND h.due_at IS NOT NULL
+		AND EXISTS (SELECT 1 FROM {s}held_messages e WHERE e.consumer_id = $1 AND e.order_key = $2 AND e.position < h.position AND e.dead))`
+	sqlUnDue = `UPDATE {s}held_messages SET due_at = NULL WHERE seq IN (SELECT seq FROM {s}held_messages
+		WHERE consumer_id = $1 AND order_key = $2 AND due_at IS NOT NULL
+		AND seq <> (SELECT seq FROM {s}held_messages WHERE consumer_id = $1 AND order_key = $2 AND NOT (dead AND $3) ORDER BY position LIMIT 1) {skip})`
+)
+
+// continues reports whether a locked key goes on behind a dead message, as it does
+// where AfterDead is Continue, which the database is not told otherwise. Of a key that
+// has nothing but dead messages it cannot be told: then the repair that runners do
+// every few seconds makes the next one due.
+func (e *engine) continues(ctx context.Context, q sqldb.Q, consumer int16, orderKey []byte) (yes bool, err error) {
+	if orderKey == nil {
+		return false, nil
+	}
+	_, err = sqldb.QueryRow(ctx, q, e.sql(sqlContinues), []any{consumer, orderKey}, &yes)
+	return yes, err
+}
+
+// restoreHead makes the first message of a locked key the only due one, after a change
+// of which that is. One that runs now keeps its turn to the end of its run.
+func (e *engine) restoreHead(ctx context.Context, q sqldb.Q, consumer int16, orderKey []byte, continueAfterDead bool) error {
+	if orderKey == nil {
+		return nil
+	}
+	if _, err := q.Exec(ctx, e.sql(sqlUnDue), consumer, orderKey, continueAfterDead); err != nil {
+		return err
+	}
+	_, err := q.Exec(ctx, e.sql(sqlNextDue), consumer, orderKey, continueAfterDead)
 	return err
 }
 

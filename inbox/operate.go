@@ -4,6 +4,7 @@ import (
 	"context"
 	"errors"
 	"fmt"
+	"time"
 
 	"github.com/twiceproof/twiceproof/brokers"
 	"github.com/twiceproof/twiceproof/internal/msgcodec"
@@ -26,25 +27,29 @@ type By struct {
 }
 
 const (
-	sqlLockHeld = `SELECT h.consumer_id, c.name, h.kind, h.dead, h.starts, h.attempts, h.reason, coalesce(h.message_id, ''), h.order_key, h.position,
-		coalesce(h.message_id, ''), h.raw_id, h.topic, h.message_key, h.type, h.content_type, h.produced_at, h.headers, h.payload, h.payload IS NULL, h.coordinates
-		FROM {s}held_messages h JOIN {s}inbox_consumers c ON c.id = h.consumer_id WHERE h.seq = $1 {pg:FOR UPDATE OF h}`
-	// The key's first message alone may be due; nothing of a key is due while an earlier
-	// one is dead. Where a dead one does not block (AfterDead: Continue), the runner's
-	// own repair makes the next one due within seconds.
-	sqlUnDue  = `UPDATE {s}held_messages SET due_at = NULL WHERE consumer_id = $1 AND order_key = $2 AND position > $3 AND due_at IS NOT NULL`
-	sqlRevive = `UPDATE {s}held_messages SET dead = false, attempts = 0, starts = 0, tx_mark = NULL, reason = $2, updated_at = {now},
-		due_at = CASE WHEN {bytes:$3} IS NULL OR NOT EXISTS (SELECT 1 FROM {s}held_messages e WHERE e.consumer_id = $4 AND e.order_key = $3 AND e.position < $5)
-			THEN {now} ELSE NULL END
-		WHERE seq = $1`
-	sqlDeleteHeld = `DELETE FROM {s}held_messages WHERE seq = $1`
-	sqlAudit      = `INSERT INTO {s}twiceproof_audit (at, actor, action, consumer, seq, message_id, new_message_id, reason) VALUES ({now}, $1, $2, $3, $4, $5, $6, $7)`
-	sqlNewClaim   = `INSERT INTO {s}processed_messages (processed_at, consumer_id, message_id, fp, state) VALUES ({now}, $1, $2, $3, 1) ON CONFLICT DO NOTHING`
-	sqlReplace    = `INSERT INTO {s}held_messages (position, consumer_id, kind, dead, attempts, starts, reason, message_id, raw_id, fp, order_key,
+	sqlKeyOfHeld = `SELECT consumer_id, kind, order_key, message_key FROM {s}held_messages WHERE seq = $1`
+	sqlLockHeld  = `SELECT c.name, h.dead, h.starts, h.reason, coalesce(h.message_id, ''), h.position, {micros:h.updated_at},
+		h.raw_id, h.topic, h.message_key, h.type, h.content_type, h.produced_at, h.headers, h.payload, h.payload IS NULL, h.coordinates
+		FROM {s}held_messages h JOIN {s}inbox_consumers c ON c.id = h.consumer_id WHERE h.seq = $1 {pg:FOR UPDATE OF h NOWAIT}`
+	sqlRevive = `UPDATE {s}held_messages SET dead = false, attempts = 0, starts = 0, tx_mark = NULL, reason = 'retry', updated_at = {now},
+		due_at = CASE WHEN order_key IS NULL THEN {now} ELSE due_at END WHERE seq = $1`
+	sqlDeleteHeld     = `DELETE FROM {s}held_messages WHERE seq = $1`
+	sqlAudit          = `INSERT INTO {s}twiceproof_audit (at, actor, action, consumer, seq, message_id, new_message_id, reason) VALUES ({now}, $1, $2, $3, $4, $5, $6, $7)`
+	sqlNewClaim       = `INSERT INTO {s}processed_messages (processed_at, consumer_id, message_id, fp, state) VALUES ({now}, $1, $2, $3, 1) ON CONFLICT DO NOTHING`
+	sqlSetFingerprint = `UPDATE {s}processed_messages SET fp = $3 WHERE consumer_id = $1 AND message_id = $2`
+	sqlReplace        = `INSERT INTO {s}held_messages (position, consumer_id, kind, dead, attempts, starts, reason, message_id, raw_id, fp, order_key,
 		coordinates, topic, message_key, type, content_type, produced_at, headers, payload, held_at, updated_at, edited_from, due_at)
 		VALUES ($1, $2, 0, false, 0, 0, 'retry', $3, $4, $5, $6, $7, $8, $9, $10, $11, $12, $13, $14, {now}, {now}, $15,
-		CASE WHEN {bytes:$6} IS NULL OR NOT EXISTS (SELECT 1 FROM {s}held_messages e WHERE e.consumer_id = $2 AND e.order_key = $6 AND e.position < $1)
-			THEN {now} ELSE NULL END)`
+		CASE WHEN {bytes:$6} IS NULL THEN {now} ELSE NULL END) RETURNING seq`
+)
+
+// How long a message that runs now is waited for, and how often it is looked at. It is
+// not waited for in the database: the run's own transaction needs the lock of the key
+// at its end.
+const (
+	runWait     = time.Minute
+	runPoll     = 5 * time.Millisecond
+	runPollMost = 500 * time.Millisecond
 )
 
 // locked is a held message that this transaction has locked, and its key with it.
@@ -55,52 +60,93 @@ type locked struct {
 	kind        int
 	reason      string
 	id          string
-	orderKey    []byte
+	orderKey    []byte // the one that it has, or that its edited copy gets
 	position    int64
 	coordinates string
 	message     *brokers.Message
+	continues   bool // the key goes on behind a dead message: AfterDead is Continue
 }
 
-// lock locks a held message, and then its key, in the consumers' own order. One that
-// runs now is waited for.
-func (o *Operator) lock(ctx context.Context, q sqldb.Q, c Choice) (l locked, err error) {
+// find reads what never changes of a held message, without a lock.
+func (o *Operator) find(ctx context.Context, q sqldb.Q, c Choice) (l locked, err error) {
+	var key []byte
+	found, err := sqldb.QueryRow(ctx, q, o.e.sql(sqlKeyOfHeld), []any{c.Seq}, &l.consumer, &l.kind, &l.orderKey, &key)
+	if err == nil && !found {
+		err = ErrNotHeld
+	}
+	if l.kind != kindOrdinary {
+		// It waits for nobody and nobody for it; its edited copy is a message like any other.
+		l.orderKey = OrderKey(string(key))
+	}
+	return l, err
+}
+
+// lock locks the key of a held message, and then the message. ErrRunning: it runs now.
+//
+// The order is what keeps consumers and operators out of each other's way. A run has
+// its row locked from its beginning and takes the key at its end, so whoever has the
+// key must not wait for a row.
+func (o *Operator) lock(ctx context.Context, q sqldb.Q, c Choice, l *locked) (err error) {
+	if err := o.e.lockKey(ctx, q, l.consumer, l.orderKey); err != nil {
+		return err
+	}
 	var raw, topic, mkey, typ, ct, headers, payload []byte
 	var at *string
 	var noPayload bool
-	var id string
-	found, err := sqldb.QueryRow(ctx, q, o.e.sql(sqlLockHeld), []any{c.Seq}, &l.consumer, &l.name, &l.kind, &l.Dead, &l.Starts, &l.Attempts, &l.reason, &l.id,
-		&l.orderKey, &l.position, &id, &raw, &topic, &mkey, &typ, &ct, &at, &headers, &payload, &noPayload, &l.coordinates)
-	switch {
-	case err != nil:
-		return l, err
-	case !found:
-		return l, ErrNotHeld
-	}
 	l.Seq = c.Seq
-	if l.Choice != c {
-		return l, ErrChanged
+	found, err := sqldb.QueryRow(ctx, q, o.e.sql(sqlLockHeld), []any{c.Seq}, &l.name, &l.dead, &l.starts, &l.reason, &l.id, &l.position, &l.changed,
+		&raw, &topic, &mkey, &typ, &ct, &at, &headers, &payload, &noPayload, &l.coordinates)
+	switch {
+	case sqldb.State(err) == sqldb.LockNotAvailable:
+		return ErrRunning
+	case err != nil:
+		return err
+	case !found:
+		return ErrNotHeld
+	case l.Choice != c:
+		return ErrChanged
 	}
-	if err := o.e.lockKey(ctx, q, l.consumer, l.orderKey); err != nil {
-		return l, err
+	if l.message, err = message(l.id, raw, topic, mkey, typ, ct, at, headers, payload, noPayload); err != nil {
+		return err
 	}
-	l.message, err = message(id, raw, topic, mkey, typ, ct, at, headers, payload, noPayload)
-	return l, err
+	l.continues, err = o.e.continues(ctx, q, l.consumer, l.orderKey)
+	return err
 }
 
 func (o *Operator) change(ctx context.Context, what string, seq int64, by By, fn func(q sqldb.Q) error) error {
 	if by.Actor == "" {
 		return fmt.Errorf("%s: By.Actor is empty: say who does it, for the audit", what)
 	}
+	begun, pause := time.Now(), runPoll
 	const tries = 10
-	for n := 1; ; n++ {
+	var running error // said also where ctx ends in the middle of a later look
+	for n := 1; ; {
 		err := o.inTx(ctx, fn)
-		if (Rerun(err) || sqldb.Busy(err)) && n < tries && ctx.Err() == nil {
-			continue
-		}
-		if err != nil {
+		switch {
+		case running != nil && ctx.Err() != nil && err != nil:
+			return fmt.Errorf("%s held message %d: %w", what, seq, errors.Join(ctx.Err(), running))
+		case errors.Is(err, ErrRunning) && time.Since(begun) < runWait:
+			running = err
+			sleep(ctx, pause)
+			pause = min(2*pause, runPollMost)
+		case (Rerun(err) || sqldb.Busy(err)) && n < tries && sleep(ctx, runPoll):
+			n++
+		case err != nil:
 			return fmt.Errorf("%s held message %d: %w", what, seq, unreadable(err))
+		default:
+			return nil
 		}
-		return nil
+	}
+}
+
+func sleep(ctx context.Context, d time.Duration) bool {
+	t := time.NewTimer(d)
+	defer t.Stop()
+	select {
+	case <-t.C:
+		return true
+	case <-ctx.Done():
+		return false
 	}
 }
 
@@ -111,57 +157,54 @@ func (o *Operator) audit(ctx context.Context, q sqldb.Q, by By, action string, l
 
 // Replay makes a chosen message run again from its first attempt, as soon as its turn
 // in its key comes. Its ID stays, so that what was done under it before stays done
-// once. A message that runs right now is waited for. Errors: ErrNotHeld, ErrChanged
-// (it was replayed already, or has run since it was chosen) and ErrNotReplayable; then
-// nothing is changed. A replayed message may run beside later ones of its key that are
-// in hand already where AfterDead is Continue.
+// once. A message that runs right now is waited for, for a minute at most
+// (ErrRunning). Errors: ErrNotHeld, ErrChanged (it was replayed already, or has run
+// since it was chosen) and ErrNotReplayable; then nothing is changed. A replayed
+// message may run beside later ones of its key that are in hand already where AfterDead
+// is Continue.
 func (o *Operator) Replay(ctx context.Context, c Choice, by By) error {
 	return o.change(ctx, actionReplay, c.Seq, by, func(q sqldb.Q) error {
-		l, err := o.lock(ctx, q, c)
+		l, err := o.find(ctx, q, c)
 		if err != nil {
 			return err
 		}
 		if l.kind != kindOrdinary {
 			return ErrNotReplayable
 		}
-		if err := o.passTurn(ctx, q, l); err != nil {
+		if err := o.lock(ctx, q, c, &l); err != nil {
 			return err
 		}
-		if _, err := q.Exec(ctx, o.e.sql(sqlRevive), l.Seq, ReasonRetry, l.orderKey, l.consumer, l.position); err != nil {
+		if _, err := q.Exec(ctx, o.e.sql(sqlRevive), l.Seq); err != nil {
+			return err
+		}
+		if err := o.e.restoreHead(ctx, q, l.consumer, l.orderKey, l.continues); err != nil {
 			return err
 		}
 		return o.audit(ctx, q, by, actionReplay, l, nil, by.Reason)
 	})
 }
 
-// passTurn takes the turn from messages of the key that come after this one.
-func (o *Operator) passTurn(ctx context.Context, q sqldb.Q, l locked) error {
-	if l.orderKey == nil {
-		return nil
-	}
-	_, err := q.Exec(ctx, o.e.sql(sqlUnDue), l.consumer, l.orderKey, l.position)
-	return err
-}
-
 // Discard ends a held message unprocessed, with the reason: its claim stays, so that a
 // redelivery is a duplicate, and the next message of its key goes on. Of a conflict,
-// the claim is that of the content which was processed, and is left alone. Errors:
-// ErrNotHeld, ErrChanged.
+// the claim is that of the content which was processed, and is left alone. A message
+// that runs right now is waited for. Errors: ErrNotHeld, ErrChanged, ErrRunning.
 func (o *Operator) Discard(ctx context.Context, c Choice, by By) error {
 	if by.Reason == "" {
 		return errors.New("discard: By.Reason is empty: say why, for the audit and the inbox")
 	}
 	return o.change(ctx, actionDiscard, c.Seq, by, func(q sqldb.Q) error {
-		l, err := o.lock(ctx, q, c)
+		l, err := o.find(ctx, q, c)
 		if err != nil {
+			return err
+		}
+		if err := o.lock(ctx, q, c, &l); err != nil {
 			return err
 		}
 		if err := o.remove(ctx, q, l, "discarded: "+by.Reason); err != nil {
 			return err
 		}
-		if l.orderKey != nil {
-			// Where dead ones block, the first that is left; where they do not, it is due already.
-			if _, err := q.Exec(ctx, o.e.sql(sqlNextDue), l.consumer, l.orderKey, false); err != nil {
+		if l.kind == kindOrdinary {
+			if err := o.e.restoreHead(ctx, q, l.consumer, l.orderKey, l.continues); err != nil {
 				return err
 			}
 		}
@@ -189,57 +232,73 @@ func (o *Operator) remove(ctx context.Context, q sqldb.Q, l locked, reason strin
 // discarded ("replaced by …"), so that a redelivery of the broken message is a
 // duplicate. Of a conflict the old ID's claim is left alone. An empty Topic, Key, Type,
 // ContentType or Time of m is taken from the old message, Headers if they are nil; the
-// payload is m's. Errors: ErrNotHeld, ErrChanged, ErrIDTaken, ErrNoID, ErrBadID.
+// payload is m's. The key cannot be changed. The copy of a conflict, or of a message
+// without a usable ID, neither of which ever waited in its key, takes its place there
+// among what is held. Errors: ErrNotHeld, ErrChanged, ErrRunning, ErrIDTaken, ErrNoID,
+// ErrBadID.
 func (o *Operator) Edit(ctx context.Context, c Choice, m *brokers.Message, by By) (seq int64, err error) {
 	id, err := StoredID(m.ID)
 	if err != nil {
 		return 0, fmt.Errorf("edit held message %d: %w", c.Seq, err)
 	}
 	err = o.change(ctx, actionEdit, c.Seq, by, func(q sqldb.Q) error {
-		l, err := o.lock(ctx, q, c)
-		if err != nil {
-			return err
-		}
-		edited := merge(m, l.message)
-		if l.id == id {
-			return fmt.Errorf("%w: %q is the old message's: give it another one, for example with a suffix", ErrIDTaken, m.ID)
-		}
-		if l.orderKey != nil && edited.Key != l.message.Key {
-			return fmt.Errorf("the key cannot be changed from %q to %q: its place is in its key; discard it and publish another message", l.message.Key, edited.Key)
-		}
-		fp := Fingerprint(edited)
-		n, err := q.Exec(ctx, o.e.sql(sqlNewClaim), l.consumer, id, fp)
-		if err != nil {
-			return err
-		}
-		if n == 0 {
-			return fmt.Errorf("%w by consumer %q: %q", ErrIDTaken, l.name, m.ID)
-		}
-		if err := o.passTurn(ctx, q, l); err != nil {
-			return err
-		}
-		if err := o.remove(ctx, q, l, "replaced by "+m.ID); err != nil {
-			return err
-		}
-		var raw []byte
-		if id != m.ID {
-			raw = []byte(m.ID)
-		}
-		old := l.id
-		if old == "" {
-			old = text(l.message.ID)
-		}
-		_, err = q.Exec(ctx, o.e.sql(sqlReplace), l.position, l.consumer, id, raw, fp, l.orderKey, text(l.coordinates), []byte(edited.Topic),
-			bytesOrNil(edited.Key), []byte(edited.Type), []byte(edited.ContentType), msgcodec.Time(edited.Time), msgcodec.Headers(edited.Headers), edited.Payload, orNil(old))
-		if err != nil {
-			return err
-		}
-		if _, err := sqldb.QueryRow(ctx, q, o.e.sql(`SELECT seq FROM {s}held_messages WHERE consumer_id = $1 AND message_id = $2 AND kind = 0`), []any{l.consumer, id}, &seq); err != nil {
-			return err
-		}
-		return o.audit(ctx, q, by, actionEdit, l, id, by.Reason)
+		seq, err = o.edit(ctx, q, c, m, id, by)
+		return err
 	})
 	return seq, err
+}
+
+func (o *Operator) edit(ctx context.Context, q sqldb.Q, c Choice, m *brokers.Message, id string, by By) (seq int64, err error) {
+	l, err := o.find(ctx, q, c)
+	if err != nil {
+		return 0, err
+	}
+	// The claim comes before the lock of the key, as it does for a message that a
+	// consumer holds. Its fingerprint is known once the old message is.
+	n, err := q.Exec(ctx, o.e.sql(sqlNewClaim), l.consumer, id, nil)
+	if err != nil {
+		return 0, err
+	}
+	if err := o.lock(ctx, q, c, &l); err != nil {
+		return 0, err
+	}
+	switch {
+	case l.id == id:
+		return 0, fmt.Errorf("%w: %q is the old message's: give it another one, for example with a suffix", ErrIDTaken, m.ID)
+	case n == 0:
+		return 0, fmt.Errorf("%w by consumer %q: %q", ErrIDTaken, l.name, m.ID)
+	}
+	edited := merge(m, l.message)
+	if edited.Key != l.message.Key {
+		return 0, fmt.Errorf("the key cannot be changed from %q to %q: its place is in its key; discard it and publish another message", l.message.Key, edited.Key)
+	}
+	fp := Fingerprint(edited)
+	if _, err := q.Exec(ctx, o.e.sql(sqlSetFingerprint), l.consumer, id, fp); err != nil {
+		return 0, err
+	}
+	if err := o.remove(ctx, q, l, "replaced by "+m.ID); err != nil {
+		return 0, err
+	}
+	var raw []byte
+	if id != m.ID {
+		raw = []byte(m.ID)
+	}
+	old := l.id
+	if old == "" {
+		old = text(l.message.ID)
+	}
+	found, err := sqldb.QueryRow(ctx, q, o.e.sql(sqlReplace), []any{l.position, l.consumer, id, raw, fp, l.orderKey, text(l.coordinates), []byte(edited.Topic),
+		bytesOrNil(edited.Key), []byte(edited.Type), []byte(edited.ContentType), msgcodec.Time(edited.Time), msgcodec.Headers(edited.Headers), edited.Payload, orNil(old)}, &seq)
+	if err == nil && !found {
+		err = errors.New("the copy was not stored") // its claim was free, so nothing can be in its way
+	}
+	if err == nil {
+		err = o.e.restoreHead(ctx, q, l.consumer, l.orderKey, l.continues)
+	}
+	if err != nil {
+		return 0, err
+	}
+	return seq, o.audit(ctx, q, by, actionEdit, l, id, by.Reason)
 }
 
 // merge fills what m leaves open from the old message.

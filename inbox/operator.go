@@ -2,14 +2,14 @@ package inbox
 
 import (
 	"context"
+	"database/sql"
+	"encoding/json"
 	"errors"
 	"fmt"
 	"strings"
 	"time"
 
 	"github.com/jackc/pgx/v5"
-
-	"database/sql"
 
 	"github.com/twiceproof/twiceproof/brokers"
 	"github.com/twiceproof/twiceproof/internal/sqldb"
@@ -46,6 +46,8 @@ var (
 	ErrNotHeld = errors.New("no such held message: it was processed, discarded or replaced meanwhile, or never was")
 	// ErrChanged: it is not as it was when it was chosen.
 	ErrChanged = errors.New("the held message has changed since it was chosen")
+	// ErrRunning: it has been running for longer than it was waited for.
+	ErrRunning = errors.New("the held message runs now; try again when its run is over")
 	// ErrNotReplayable: a conflict or a message without a usable ID cannot be run as it is.
 	ErrNotReplayable = errors.New("it cannot be run as it is: edit it, which gives it an ID of its own, or discard it")
 	// ErrIDTaken: an edit's new ID was used before.
@@ -113,15 +115,9 @@ func (f HeldFilter) where() (string, []any) {
 		add("h.seq > $?", f.After)
 	}
 	if f.Seqs != nil {
-		in := make([]string, len(f.Seqs))
-		for i, s := range f.Seqs {
-			args = append(args, s)
-			in[i] = fmt.Sprintf("$%d", len(args))
-		}
-		if len(in) == 0 {
-			in = []string{"NULL"}
-		}
-		conds = append(conds, "h.seq IN ("+strings.Join(in, ", ")+")")
+		// One parameter, whatever their number: every database has a limit of those.
+		list, _ := json.Marshal(f.Seqs) // integers
+		add("h.seq IN (SELECT {pg:value::bigint FROM json_array_elements_text($?::text::json)}{lite:value FROM json_each($?)})", string(list))
 	}
 	if len(conds) == 0 {
 		return "", args
@@ -251,22 +247,24 @@ func (o *Operator) Groups(ctx context.Context, f HeldFilter) ([]HeldGroup, error
 // Choice is a held message as it was when it was chosen. A change of a choice does
 // nothing to one that has changed since.
 type Choice struct {
-	Seq              int64
-	Starts, Attempts int
-	Dead             bool
+	Seq int64 // its number
+
+	starts  int
+	dead    bool
+	changed int64 // when it last was, in microseconds: runs and failures alone may come to the same numbers again
 }
 
 // Choose freezes the list of what a filter finds now: what is held later is not in it.
 func (o *Operator) Choose(ctx context.Context, f HeldFilter) ([]Choice, error) {
 	where, args := f.where()
-	q := `SELECT h.seq, h.starts, h.attempts, h.dead FROM {s}held_messages h JOIN {s}inbox_consumers c ON c.id = h.consumer_id` + where + ` ORDER BY h.position`
+	q := `SELECT h.seq, h.starts, h.dead, {micros:h.updated_at} FROM {s}held_messages h JOIN {s}inbox_consumers c ON c.id = h.consumer_id` + where + ` ORDER BY h.position`
 	if f.Max > 0 {
 		q += fmt.Sprintf(" LIMIT %d", f.Max)
 	}
 	var cs []Choice
 	err := o.q.Query(ctx, o.e.dialect.SQL(q, o.e.schema), args, func(scan func(...any) error) error {
 		var c Choice
-		err := scan(&c.Seq, &c.Starts, &c.Attempts, &c.Dead)
+		err := scan(&c.Seq, &c.starts, &c.dead, &c.changed)
 		cs = append(cs, c)
 		return err
 	})
@@ -276,15 +274,17 @@ func (o *Operator) Choose(ctx context.Context, f HeldFilter) ([]Choice, error) {
 	return cs, nil
 }
 
-// Unfinished counts which of the messages with these numbers are still held and not
-// dead: replayed and not processed yet.
+// Unfinished counts which of the messages with these numbers were replayed and may run
+// at any moment, or run now: due, with no failed run yet. One that waits for an earlier
+// message of its key is not among them, nor one whose run has failed and that waits for
+// its next.
 func (o *Operator) Unfinished(ctx context.Context, seqs []int64) (n int, err error) {
 	if len(seqs) == 0 {
 		return 0, nil
 	}
 	alive := false
 	where, args := HeldFilter{Seqs: seqs, Dead: &alive}.where()
-	q := `SELECT count(*) FROM {s}held_messages h JOIN {s}inbox_consumers c ON c.id = h.consumer_id` + where
+	q := `SELECT count(*) FROM {s}held_messages h` + where + ` AND h.due_at IS NOT NULL AND h.attempts = 0`
 	_, err = sqldb.QueryRow(ctx, o.q, o.e.dialect.SQL(q, o.e.schema), args, &n)
 	return n, unreadable(err)
 }

@@ -41,6 +41,7 @@ var (
 //	             where {now} goes on while the statement runs
 //	{after:$1}   the time in $1 microseconds
 //	{age:col}    microseconds since col
+//	{micros:col} col in microseconds since 1970
 //	{lock}       FOR UPDATE, and {skip} with SKIP LOCKED; nothing on SQLite, where
 //	             a write transaction is alone
 //	{bytes:$1}, {text:$1}, {int:$1}   a parameter whose type cannot be inferred
@@ -79,6 +80,8 @@ func (d Dialect) render(name, arg, prefix string) string {
 		return pick("(clock_timestamp() + "+arg+"::bigint * interval '1 microsecond')", "("+nowMark+" + "+arg+")")
 	case "age":
 		return pick("(extract(epoch FROM clock_timestamp() - "+arg+") * 1000000)::bigint", "("+nowMark+" - "+arg+")")
+	case "micros":
+		return pick("(extract(epoch FROM "+arg+") * 1000000)::bigint", arg)
 	case "lock":
 		return pick("FOR UPDATE", "")
 	case "skip":
