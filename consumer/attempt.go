@@ -25,6 +25,8 @@ type job struct {
 	ctx context.Context // what the interceptors gave, nil without
 	err error           // how the last run ended, for the interceptors
 
+	suspect   bool                            // it may have ended a process before
+	judged    bool                            // suspect is known
 	probe     bool                            // the breaker's: its failure counts for nothing
 	tries     int                             // failed runs of this delivery
 	first     time.Time                       // when the first run began
@@ -120,7 +122,7 @@ func (l *loop[Tx]) process(j *job) next {
 	if !l.enter(j) {
 		return over
 	}
-	return l.intercept(j, l.claim)
+	return l.intercept(j, l.careful)
 }
 
 // enter waits while the breaker is open, unless the job is to be its probe. It reports

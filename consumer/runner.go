@@ -71,6 +71,7 @@ func New[Tx any](s inbox.Store[Tx], src brokers.Source, h Handler[Tx], cfg Confi
 	l := &loop[Tx]{cfg: cfg, store: s, src: src, handler: h, st: st, jobs: lanes.New[*job](), wake: make(chan struct{}, 1)}
 	l.gate, l.pause = newGate(l), st.pause
 	l.budget = newBudget(cfg.RetryBudget, cfg.Concurrency)
+	l.suspects = newSuspects()
 	l.breaker = newBreaker(cfg.Breaker, l.downstream)
 	for _, o := range opts {
 		o(l)
@@ -162,19 +163,21 @@ func (s *state) report(what string, err error) {
 
 // loop is the Runner with its transaction type.
 type loop[Tx any] struct {
-	cfg     Config
-	store   inbox.Store[Tx]
-	src     brokers.Source
-	handler Handler[Tx]
-	st      *state
-	caps    brokers.Capabilities
-	jobs    *lanes.Lanes[*job]
-	room    *room
-	settler *settler
-	gate    *gate
-	breaker *breaker
-	budget  *budget
-	pause   *pause
+	cfg      Config
+	store    inbox.Store[Tx]
+	src      brokers.Source
+	handler  Handler[Tx]
+	st       *state
+	caps     brokers.Capabilities
+	jobs     *lanes.Lanes[*job]
+	room     *room
+	settler  *settler
+	gate     *gate
+	breaker  *breaker
+	suspects *suspects
+	leaving  sync.WaitGroup // lanes that are being left
+	budget   *budget
+	pause    *pause
 
 	deadLetter func(ctx context.Context, tx Tx, it *inbox.Item, o outcome, death int) error // nil: nobody wants it
 
@@ -254,7 +257,9 @@ func (l *loop[Tx]) run(ctx context.Context) error {
 	stopBackground()
 	l.settler.close()
 	helpers.Wait()
-	return errors.Join(err, l.closeSource(ctx))
+	err = errors.Join(err, l.closeSource(ctx))
+	l.leaveLanes()
+	return err
 }
 
 // downstream reports that what the handler depends on is out, or is back.
@@ -283,6 +288,8 @@ func (l *loop[Tx]) observe(e brokers.Event) {
 	switch e.Kind {
 	case brokers.EventConnected:
 		l.st.report("broker", nil)
+	case brokers.EventLaneRevoked:
+		l.revoked(e.Lane.Name)
 	case brokers.EventDisconnected, brokers.EventStalled:
 		err := e.Err
 		if err == nil {

@@ -41,6 +41,19 @@ type Store[Tx any] interface {
 	// Held counts a consumer's held messages.
 	Held(ctx context.Context, consumer string) (HeldStats, error)
 
+	// Suspect notes that a run begins of a message that may have ended a process before,
+	// in a transaction of its own, and returns how many have begun since Cleared, this one
+	// included.
+	Suspect(ctx context.Context, consumer string, it *Item) (starts int, err error)
+	// Cleared forgets them: a run has ended, and the process has not.
+	Cleared(ctx context.Context, consumer string, it *Item) error
+	// LaneOwner returns who works on a broker's lane; "" is nobody. One that has not left
+	// may have died. EnterLane makes owner the one, LeaveLane notes that it has ended in
+	// good order.
+	LaneOwner(ctx context.Context, consumer, lane string) (owner string, err error)
+	EnterLane(ctx context.Context, consumer, lane, owner string) error
+	LeaveLane(ctx context.Context, consumer, lane, owner string) error
+
 	// Check says whether the database can be used: reachable, writable, with all
 	// tables.
 	Check(ctx context.Context) error

@@ -34,6 +34,12 @@ func runChild(kind string, config []byte) error {
 			return err
 		}
 		return crashMain(context.Background(), c)
+	case "poison":
+		var c poisonConfig
+		if err := json.Unmarshal(config, &c); err != nil {
+			return err
+		}
+		return poisonMain(context.Background(), c)
 	case "consumer", "relay":
 		var c workerConfig
 		if err := json.Unmarshal(config, &c); err != nil {
