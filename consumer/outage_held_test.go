@@ -34,12 +34,15 @@ func TestDatabaseStopsInRetriesAreNoCrashLoop(t *testing.T) {
 			const stops = 5
 			var runs atomic.Int64
 			stopped := make(chan int64)
+			up := make(chan struct{}, 1) // the server has started, as the test sees it
+			up <- struct{}{}
 			r := db.start(t, b.Source("q"), cfg, func(_ context.Context, exec execFunc, m *consumer.Message) error {
 				if !m.Replayed {
 					return errors.New("held first")
 				}
 				err := effect(exec, m)
 				if n := runs.Add(1); n <= stops {
+					<-up
 					if e := server.Stop(true); e != nil {
 						return e
 					}
@@ -60,6 +63,7 @@ func TestDatabaseStopsInRetriesAreNoCrashLoop(t *testing.T) {
 				}
 				eventually(t, "the outage is noticed", func() bool { return r.Healthy() != nil })
 				require.NoError(t, server.Start(context.WithoutCancel(t.Context())))
+				up <- struct{}{}
 			}
 			require.Eventually(t, func() bool { s := r.Stats(); return s.Processed == 1 || s.Dead > 0 }, 30*time.Second, 10*time.Millisecond)
 			require.NoError(t, r.stop())
