@@ -220,6 +220,12 @@ func (l *loop[Tx]) claim(j *job) next {
 			return l.record(j, outcome{reason: inbox.ReasonTxEnded, dead: true, attempts: j.tries + 1, err: inbox.ErrTxEnded,
 				failure: failure("tx-ended", inbox.ErrTxEnded)})
 		}
+		if l.tooOld(j) {
+			_ = a.Rollback(l.values)
+			l.judged(j, false, true, nil)
+			err := fmt.Errorf("it is of %s, older than what the inbox remembers: it may have been processed before", j.d.Time.UTC().Format(time.RFC3339))
+			return l.record(j, outcome{reason: inbox.ReasonTooOld, dead: true, discard: l.cfg.TooOld == DiscardTooOld, err: err, failure: failure("too-old", err)})
+		}
 		return l.attempt(j, a)
 	case inbox.Behind:
 		if l.full.Load() {

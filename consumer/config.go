@@ -6,6 +6,8 @@ import (
 	"fmt"
 	"log/slog"
 	"time"
+
+	"github.com/twiceproof/twiceproof/inbox"
 )
 
 // Order says which messages wait for each other.
@@ -87,6 +89,12 @@ type Config struct {
 	MaxHeld int
 	// UnknownTypeFor is how long a message of unknown type is tried. 0: 24 h.
 	UnknownTypeFor time.Duration
+	// Window is how long the inbox remembers a message after it was processed. It must not
+	// be shorter than the broker can redeliver; Run checks it. 0: 15 days; negative: for
+	// ever.
+	Window time.Duration
+	// TooOld: HoldTooOld unless said otherwise.
+	TooOld TooOld
 	// OnConflict decides about a message whose ID was used before for other content.
 	// nil: it is held as dead. [IgnoreConflicts] is for producers that serialize anew
 	// on a retry.
@@ -165,6 +173,7 @@ func (c Config) withDefaults(pool int, singleWriter bool) (Config, error) {
 	def(&c.MaxBackoff, 5*time.Minute)
 	def(&c.CrashLimit, 3)
 	def(&c.RetryBudget, defaultBudget)
+	def(&c.Window, inbox.DefaultWindow)
 	c.Breaker.defaults()
 	for class, p := range c.Policies {
 		if p.Tries < 0 || p.MaxAttempts < 0 || p.Backoff < 0 || p.MaxBackoff < 0 {

@@ -184,6 +184,7 @@ type loop[Tx any] struct {
 	broken   sync.Map      // held messages that lost their connection: seq -> times in a row
 	stuck    atomic.Int64  // handlers that go on past their context
 	full     atomic.Bool   // MaxHeld is reached
+	forgets  atomic.Int64  // the age of what the inbox may have forgotten, 0 nothing
 	busy     atomic.Int64  // workers in a job
 	progress atomic.Int64  // when a job was last finished, or the first one came
 	wake     chan struct{} // a head may be due
@@ -221,6 +222,14 @@ func (l *loop[Tx]) run(ctx context.Context) error {
 		_ = l.closeSource(ctx)
 		return fmt.Errorf("consumer %s: RequireOrder is set, but this source keeps no order: use Kafka, SQS FIFO, or a RabbitMQ queue with a single active consumer", l.cfg.Name)
 	}
+	warning, err := inbox.CheckWindow(l.cfg.Window, caps.RedeliveryHorizon)
+	if err != nil {
+		_ = l.closeSource(ctx)
+		return fmt.Errorf("consumer %s: %w", l.cfg.Name, err)
+	}
+	if warning != "" {
+		l.cfg.Logger.Warn(warning)
+	}
 	l.values = context.WithoutCancel(ctx)
 	ctx, stopped := context.WithCancel(ctx)
 	defer stopped()
@@ -238,6 +247,7 @@ func (l *loop[Tx]) run(ctx context.Context) error {
 	helpers.Go(func() { l.gate.run(background) })
 	var tenders sync.WaitGroup
 	tenders.Go(func() { l.tendHeld(ctx) })
+	tenders.Go(func() { l.tendRetention(ctx) })
 	for range l.cfg.Concurrency {
 		workers.Go(l.work)
 	}

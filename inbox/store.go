@@ -54,6 +54,13 @@ type Store[Tx any] interface {
 	EnterLane(ctx context.Context, consumer, lane, owner string) error
 	LeaveLane(ctx context.Context, consumer, lane, owner string) error
 
+	// Retain does one step of the cleanup of old claims, if the lease can be had. It never
+	// deletes the claim of a message that is held, nor one younger than the window.
+	Retain(ctx context.Context, r RetainRequest) (RetainResult, error)
+	// CaughtUp notes that everything that was on the broker has been settled once: from
+	// then on old claims may be deleted.
+	CaughtUp(ctx context.Context, consumer string) error
+
 	// Check says whether the database can be used: reachable, writable, with all
 	// tables.
 	Check(ctx context.Context) error
@@ -173,6 +180,7 @@ const (
 	ReasonUnknownType = "unknown-type"
 	ReasonTxEnded     = "tx-ended"
 	ReasonCrashLoop   = "crash-loop"
+	ReasonTooOld      = "too-old"
 )
 
 // Failure is why a message was not processed.

@@ -79,7 +79,7 @@ type filterFlags struct {
 func (f *filterFlags) add(c *cobra.Command) {
 	fs := c.Flags()
 	fs.StringVar(&f.consumer, "consumer", "", "of this consumer")
-	fs.StringVar(&f.reason, "reason", "", "held for this reason: retry, behind, dead, conflict, no-id, bad-id, unknown-type, tx-ended, crash-loop")
+	fs.StringVar(&f.reason, "reason", "", "held for this reason: retry, behind, dead, conflict, no-id, bad-id, unknown-type, tx-ended, crash-loop, too-old")
 	fs.StringVar(&f.class, "class", "", "whose last error is of this class: handler, panic, timeout, permanent, …")
 	fs.StringVar(&f.id, "id", "", "with this message ID")
 	fs.StringVar(&f.key, "key", "", "with this key (\"\": without one)")

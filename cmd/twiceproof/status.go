@@ -169,6 +169,8 @@ func whatToDo(g heldGroup) string {
 		return "two contents under one id: find out which is right; nothing waits for it"
 	case g.Reason == inbox.ReasonNoID, g.Reason == inbox.ReasonBadID:
 		return "mend the producer; nothing waits for it"
+	case g.Reason == inbox.ReasonTooOld:
+		return "older than what the inbox remembers: replay it if it was never processed, else discard it"
 	case g.Reason == inbox.ReasonTxEnded:
 		return "the handler ends its transaction itself: mend it, check what it wrote, then replay or discard"
 	case g.Reason == inbox.ReasonCrashLoop:
