@@ -8,6 +8,7 @@ import (
 
 	"github.com/stretchr/testify/require"
 
+	"github.com/twiceproof/twiceproof/brokers"
 	"github.com/twiceproof/twiceproof/brokers/memory"
 	"github.com/twiceproof/twiceproof/consumer"
 	"github.com/twiceproof/twiceproof/inbox"
@@ -28,6 +29,15 @@ func TestWindowShorterThanTheBrokersIsRefused(t *testing.T) {
 	require.Zero(t, r.Stats().Received)
 }
 
+// forgetful does not say for how long it keeps messages.
+type forgetful struct{ brokers.Source }
+
+func (f forgetful) Open(ctx context.Context, o brokers.OpenOptions) (brokers.Capabilities, error) {
+	c, err := f.Source.Open(ctx, o)
+	c.RedeliveryHorizon = 0
+	return c, err
+}
+
 // The runner cleans up by itself, once it has caught up, and what comes again after that
 // is not taken for new.
 func TestOldClaimsAreForgottenAndOldMessagesAreNotTakenForNew(t *testing.T) {
@@ -41,8 +51,7 @@ func TestOldClaimsAreForgottenAndOldMessagesAreNotTakenForNew(t *testing.T) {
 			b := memory.New(memory.Config{})
 			cfg := quick()
 			cfg.Window, cfg.TooOld = time.Second, policy
-			b.Topic("q", memory.TopicConfig{}) // it does not say for how long it keeps messages
-			r := db.start(t, b.Source("q", memory.Group("g")), cfg, func(_ context.Context, exec execFunc, m *consumer.Message) error { return effect(exec, m) })
+			r := db.start(t, forgetful{b.Source("q")}, cfg, func(_ context.Context, exec execFunc, m *consumer.Message) error { return effect(exec, m) })
 			publish(t, b, msg("q", "1", "k", "x"))
 			eventually(t, "processed", func() bool { return r.Stats().Processed == 1 })
 			eventually(t, "forgotten", func() bool { return db.query(t, `SELECT count(*) FROM processed_messages`) == 0 })
