@@ -43,6 +43,7 @@ func onAllStores(t *testing.T, f func(b *bench)) {
 	t.Run("sqlite", func(t *testing.T) {
 		t.Parallel()
 		db := sqliteDB(t)
+		db.SetMaxOpenConns(1) // as SQLite asks for: many connections are not fair to each other
 		b := benchOf[*sql.Tx](t, inbox.SQLite(db), inbox.SQLite(db).Operator())
 		b.single = true
 		b.count = func(q string) (n int) { require.NoError(t, db.QueryRow(q).Scan(&n)); return n }
