@@ -113,21 +113,33 @@ func (o *Operator) lock(ctx context.Context, q sqldb.Q, c Choice, l *locked) (er
 	return err
 }
 
-func (o *Operator) change(ctx context.Context, what string, seq int64, by By, fn func(q sqldb.Q) error) error {
+// changeTimeout bounds one transaction of an operator, which the end of the caller's
+// context does not interrupt: with its commit on the way nobody could say whether it
+// was done.
+const changeTimeout = 30 * time.Second
+
+func (o *Operator) once(ctx context.Context, fn func(ctx context.Context, q sqldb.Q) error) error {
+	if err := ctx.Err(); err != nil {
+		return err
+	}
+	ctx, cancel := context.WithTimeout(context.WithoutCancel(ctx), changeTimeout)
+	defer cancel()
+	return o.inTx(ctx, func(q sqldb.Q) error { return fn(ctx, q) })
+}
+
+func (o *Operator) change(ctx context.Context, what string, seq int64, by By, fn func(ctx context.Context, q sqldb.Q) error) error {
 	if by.Actor == "" {
 		return fmt.Errorf("%s: By.Actor is empty: say who does it, for the audit", what)
 	}
 	begun, pause := time.Now(), runPoll
 	const tries = 10
-	var running error // said also where ctx ends in the middle of a later look
 	for n := 1; ; {
-		err := o.inTx(ctx, fn)
+		err := o.once(ctx, fn)
 		switch {
-		case running != nil && ctx.Err() != nil && err != nil:
-			return fmt.Errorf("%s held message %d: %w", what, seq, errors.Join(ctx.Err(), running))
 		case errors.Is(err, ErrRunning) && time.Since(begun) < runWait:
-			running = err
-			sleep(ctx, pause)
+			if !sleep(ctx, pause) {
+				return fmt.Errorf("%s held message %d: %w", what, seq, errors.Join(ctx.Err(), err))
+			}
 			pause = min(2*pause, runPollMost)
 		case (Rerun(err) || sqldb.Busy(err)) && n < tries && sleep(ctx, runPoll):
 			n++
@@ -163,7 +175,7 @@ func (o *Operator) audit(ctx context.Context, q sqldb.Q, by By, action string, l
 // message may run beside later ones of its key that are in hand already where AfterDead
 // is Continue.
 func (o *Operator) Replay(ctx context.Context, c Choice, by By) error {
-	return o.change(ctx, actionReplay, c.Seq, by, func(q sqldb.Q) error {
+	return o.change(ctx, actionReplay, c.Seq, by, func(ctx context.Context, q sqldb.Q) error {
 		l, err := o.find(ctx, q, c)
 		if err != nil {
 			return err
@@ -192,7 +204,7 @@ func (o *Operator) Discard(ctx context.Context, c Choice, by By) error {
 	if by.Reason == "" {
 		return errors.New("discard: By.Reason is empty: say why, for the audit and the inbox")
 	}
-	return o.change(ctx, actionDiscard, c.Seq, by, func(q sqldb.Q) error {
+	return o.change(ctx, actionDiscard, c.Seq, by, func(ctx context.Context, q sqldb.Q) error {
 		l, err := o.find(ctx, q, c)
 		if err != nil {
 			return err
@@ -241,7 +253,7 @@ func (o *Operator) Edit(ctx context.Context, c Choice, m *brokers.Message, by By
 	if err != nil {
 		return 0, fmt.Errorf("edit held message %d: %w", c.Seq, err)
 	}
-	err = o.change(ctx, actionEdit, c.Seq, by, func(q sqldb.Q) error {
+	err = o.change(ctx, actionEdit, c.Seq, by, func(ctx context.Context, q sqldb.Q) error {
 		seq, err = o.edit(ctx, q, c, m, id, by)
 		return err
 	})

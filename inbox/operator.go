@@ -19,7 +19,8 @@ import (
 // messages: look at them, run them again, discard them, or replace one by a mended
 // copy. Consumers may run meanwhile. Each change is one transaction that also writes
 // a row of twiceproof_audit, so that an interrupted command has done a number of whole
-// changes and nothing else. It is safe for concurrent use.
+// changes and nothing else: the end of a context ends the wait for a message that runs,
+// but no transaction that has begun. It is safe for concurrent use.
 type Operator struct {
 	e    *engine
 	q    sqldb.Q
@@ -272,21 +273,6 @@ func (o *Operator) Choose(ctx context.Context, f HeldFilter) ([]Choice, error) {
 		return nil, unreadable(err)
 	}
 	return cs, nil
-}
-
-// Unfinished counts which of the messages with these numbers were replayed and may run
-// at any moment, or run now: due, with no failed run yet. One that waits for an earlier
-// message of its key is not among them, nor one whose run has failed and that waits for
-// its next.
-func (o *Operator) Unfinished(ctx context.Context, seqs []int64) (n int, err error) {
-	if len(seqs) == 0 {
-		return 0, nil
-	}
-	alive := false
-	where, args := HeldFilter{Seqs: seqs, Dead: &alive}.where()
-	q := `SELECT count(*) FROM {s}held_messages h` + where + ` AND h.due_at IS NOT NULL AND h.attempts = 0`
-	_, err = sqldb.QueryRow(ctx, o.q, o.e.dialect.SQL(q, o.e.schema), args, &n)
-	return n, unreadable(err)
 }
 
 // unreadable says what to do about tables that cannot be used.

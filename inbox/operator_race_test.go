@@ -157,9 +157,9 @@ func TestReplayBehindADeadOneWaitsUnderBlock(t *testing.T) {
 		second := b.only(inbox.HeldFilter{ID: "2"})
 		require.NoError(b, b.op.Replay(b.Context(), second, me))
 		require.Empty(b, b.take())
-		n, err := b.op.Unfinished(b.Context(), []int64{second.Seq})
+		due, _, err := b.op.Unfinished(b.Context(), []int64{second.Seq})
 		require.NoError(b, err)
-		require.Zero(b, n, "it is not under way, and a pace must not wait for it")
+		require.Empty(b, due, "it is not under way, and a pace must not wait for it")
 		require.NoError(b, b.op.Discard(b.Context(), b.only(inbox.HeldFilter{ID: "1"}), me))
 		require.Equal(b, []string{"2"}, takenIDs(b.take()))
 	})
@@ -200,16 +200,17 @@ func TestOperatorsDisturbNoRun(t *testing.T) {
 		chosen := b.choose(inbox.HeldFilter{})
 		var wg sync.WaitGroup
 		var mu sync.Mutex
-		ran, changed := map[string][]string{}, 0
+		ran, changed := 0, 0
+		begun := make(chan struct{}) // SQLite's lock is not fair: consumers could be through before
 		for range 2 {
 			wg.Go(func() {
+				<-begun
 				for len(b.list(inbox.HeldFilter{Max: 1})) > 0 {
 					for _, h := range b.take() {
-						m := h.Item.Message
 						switch err := b.run(h); {
 						case err == nil:
 							mu.Lock()
-							ran[m.Key] = append(ran[m.Key], m.ID)
+							ran++
 							mu.Unlock()
 						case !errors.Is(err, inbox.ErrHeadLost): // an operator was faster
 							assert.NoError(b, err)
@@ -226,7 +227,9 @@ func TestOperatorsDisturbNoRun(t *testing.T) {
 					switch err := act(b.Context(), c, me); {
 					case err == nil:
 						mu.Lock()
-						changed++
+						if changed++; changed == 1 {
+							close(begun)
+						}
 						mu.Unlock()
 					case !errors.Is(err, inbox.ErrNotHeld) && !errors.Is(err, inbox.ErrChanged):
 						assert.NoError(b, err)
@@ -236,8 +239,9 @@ func TestOperatorsDisturbNoRun(t *testing.T) {
 		}
 		wg.Wait()
 		require.Positive(b, changed)
-		for k, ids := range ran {
-			require.True(b, slices.IsSorted(ids), "%s: %v", k, ids)
-		}
+		require.Positive(b, ran)
+		require.Zero(b, b.count(`SELECT count(*) FROM processed_messages e JOIN processed_messages l ON e.state = 0 AND l.state = 0
+			AND e.message_id < l.message_id AND e.processed_at > l.processed_at
+			AND CAST(substr(e.message_id, 2) AS INTEGER) % 3 = CAST(substr(l.message_id, 2) AS INTEGER) % 3`), "messages of one key out of order")
 	})
 }

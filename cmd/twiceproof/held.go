@@ -24,9 +24,6 @@ import (
 	"github.com/twiceproof/twiceproof/migrations"
 )
 
-// errNothing: a command that changes things found nothing to change.
-var errNothing = errors.New("nothing matches; see what there is with `list`")
-
 func newHeldCommand() *cobra.Command {
 	c := &cobra.Command{
 		Use:   "held",
@@ -117,12 +114,16 @@ func (f *filterFlags) empty(args []string) bool {
 // numbers reads arguments that are numbers of rows; nil if there are none.
 func numbers(args []string) ([]int64, error) {
 	var ns []int64
+	seen := map[int64]bool{}
 	for _, a := range args {
 		n, err := strconv.ParseInt(a, 10, 64)
 		if err != nil || n <= 0 {
 			return nil, usageError{fmt.Errorf("%q is no number of a message: take it from the first column of `list`", a)}
 		}
-		ns = append(ns, n)
+		if !seen[n] {
+			ns = append(ns, n)
+		}
+		seen[n] = true
 	}
 	return ns, nil
 }
@@ -225,52 +226,69 @@ type failureJSON struct {
 	Stack string `json:"stack,omitempty"`
 }
 
-// messageJSON is a message: text as it is, and base64 beside it where it is no text.
+// messageJSON is a message: text as it is, or base64 in the field beside it where it is
+// no text.
 type messageJSON struct {
-	ID            string       `json:"id"`
-	IDBase64      []byte       `json:"id_base64,omitempty"`
-	Topic         string       `json:"topic"`
-	Key           string       `json:"key"`
-	KeyBase64     []byte       `json:"key_base64,omitempty"`
-	Type          string       `json:"type"`
-	ContentType   string       `json:"content_type"`
-	Time          *time.Time   `json:"time"`
-	Headers       []headerJSON `json:"headers"`
-	Payload       *string      `json:"payload"` // null: a tombstone, or see payload_base64
-	PayloadBase64 []byte       `json:"payload_base64,omitempty"`
+	ID                string       `json:"id"`
+	IDBase64          []byte       `json:"id_base64,omitempty"`
+	Topic             string       `json:"topic"`
+	TopicBase64       []byte       `json:"topic_base64,omitempty"`
+	Key               string       `json:"key"`
+	KeyBase64         []byte       `json:"key_base64,omitempty"`
+	Type              string       `json:"type"`
+	TypeBase64        []byte       `json:"type_base64,omitempty"`
+	ContentType       string       `json:"content_type"`
+	ContentTypeBase64 []byte       `json:"content_type_base64,omitempty"`
+	Time              *time.Time   `json:"time"`
+	Headers           []headerJSON `json:"headers"`
+	Payload           *string      `json:"payload"` // null: a tombstone, or see payload_base64
+	PayloadBase64     []byte       `json:"payload_base64,omitempty"`
 }
 
 type headerJSON struct {
-	Key         string `json:"key"`
-	Value       string `json:"value"`
-	ValueBase64 []byte `json:"value_base64,omitempty"`
+	Key         string  `json:"key"`
+	KeyBase64   []byte  `json:"key_base64,omitempty"`
+	Value       *string `json:"value"` // null: none, or see value_base64
+	ValueBase64 []byte  `json:"value_base64,omitempty"`
 }
 
 // orBase64 returns s as text, or as bytes where it is no text.
-func orBase64(b []byte) (string, []byte) {
-	if utf8.Valid(b) {
-		return string(b), nil
+func orBase64(s string) (string, []byte) {
+	if utf8.ValidString(s) {
+		return s, nil
 	}
-	return "", b
+	return "", []byte(s)
+}
+
+// bytesOrBase64 is orBase64 for what may be nil.
+func bytesOrBase64(b []byte) (*string, []byte) {
+	if b == nil {
+		return nil, nil
+	}
+	text, raw := orBase64(string(b))
+	if raw != nil {
+		return nil, raw
+	}
+	return &text, nil
 }
 
 func messageOf(m *brokers.Message) messageJSON {
-	j := messageJSON{Topic: m.Topic, Type: m.Type, ContentType: m.ContentType, Headers: []headerJSON{}}
-	j.ID, j.IDBase64 = orBase64([]byte(m.ID))
-	j.Key, j.KeyBase64 = orBase64([]byte(m.Key))
+	j := messageJSON{Headers: []headerJSON{}}
+	j.ID, j.IDBase64 = orBase64(m.ID)
+	j.Topic, j.TopicBase64 = orBase64(m.Topic)
+	j.Key, j.KeyBase64 = orBase64(m.Key)
+	j.Type, j.TypeBase64 = orBase64(m.Type)
+	j.ContentType, j.ContentTypeBase64 = orBase64(m.ContentType)
 	if !m.Time.IsZero() {
 		j.Time = &m.Time
 	}
 	for _, h := range m.Headers {
-		v, b := orBase64(h.Value)
-		j.Headers = append(j.Headers, headerJSON{h.Key, v, b})
+		var hj headerJSON
+		hj.Key, hj.KeyBase64 = orBase64(h.Key)
+		hj.Value, hj.ValueBase64 = bytesOrBase64(h.Value)
+		j.Headers = append(j.Headers, hj)
 	}
-	if m.Payload != nil {
-		text, b := orBase64(m.Payload)
-		if j.PayloadBase64 = b; b == nil {
-			j.Payload = &text
-		}
-	}
+	j.Payload, j.PayloadBase64 = bytesOrBase64(m.Payload)
 	return j
 }
 
@@ -315,7 +333,7 @@ func printHeld(out io.Writer, hs []inbox.HeldMessage, asJSON bool, limit int) er
 	fmt.Fprintln(w, "NO\tCONSUMER\tREASON\tSTATE\tFOR\tATTEMPTS\tID\tKEY\tTYPE\tERROR")
 	for _, h := range hs {
 		fmt.Fprintf(w, "%d\t%s\t%s\t%s\t%s\t%d\t%s\t%s\t%s\t%s\n", h.Seq, h.Consumer, h.Reason, state(h), age(h.HeldFor.Seconds()), h.Attempts,
-			shown(h.Message.ID), shown(h.Message.Key), h.Message.Type, firstLine(h.Last.Text))
+			shown(h.Message.ID), shown(h.Message.Key), shown(h.Message.Type), firstLine(h.Last.Text))
 	}
 	if err := w.Flush(); err != nil {
 		return err
@@ -328,19 +346,18 @@ func printHeld(out io.Writer, hs []inbox.HeldMessage, asJSON bool, limit int) er
 
 // shown is text for a terminal: nothing of a message may steer it.
 func shown(s string) string {
-	q := strconv.Quote(s)
-	if q == `"`+s+`"` && !strings.ContainsAny(s, " ") {
-		return firstLine(s)
+	if q := strconv.Quote(s); q != `"`+s+`"` || strings.Contains(s, " ") {
+		s = q
 	}
-	return firstLine(q)
+	return firstLine(s)
 }
 
 func newHeldShowCommand(db *databaseFlags) *cobra.Command {
-	var asJSON bool
+	var asJSON, payload bool
 	c := &cobra.Command{
 		Use:     "show NO",
 		Short:   "Show one held message whole, with its errors",
-		Example: "  twiceproof held show 4711\n  twiceproof held show 4711 --json",
+		Example: "  twiceproof held show 4711\n  twiceproof held show 4711 --json\n  twiceproof held show 4711 --payload > body.json",
 		Args:    oneArg,
 		RunE: func(cmd *cobra.Command, args []string) error {
 			seqs, err := numbers(args)
@@ -352,7 +369,11 @@ func newHeldShowCommand(db *databaseFlags) *cobra.Command {
 				if err != nil {
 					return err
 				}
-				if asJSON {
+				switch {
+				case payload:
+					_, err := cmd.OutOrStdout().Write(h.Message.Payload)
+					return err
+				case asJSON:
 					return json.NewEncoder(cmd.OutOrStdout()).Encode(jsonOf(h))
 				}
 				return show(cmd.OutOrStdout(), h)
@@ -360,6 +381,8 @@ func newHeldShowCommand(db *databaseFlags) *cobra.Command {
 		},
 	}
 	c.Flags().BoolVar(&asJSON, "json", false, "print one JSON object, with everything that is no text in base64")
+	c.Flags().BoolVar(&payload, "payload", false, "write the payload alone, byte for byte")
+	c.MarkFlagsMutuallyExclusive("json", "payload")
 	return c
 }
 
@@ -380,15 +403,15 @@ func show(out io.Writer, h inbox.HeldMessage) error {
 	row("what to do", whatToDo(heldGroup{Reason: h.Reason, Dead: h.Dead}))
 	row("held for", age(h.HeldFor.Seconds()))
 	row("attempts", fmt.Sprintf("%d failed, %d begun as a held message", h.Attempts, h.Starts))
-	row("from", h.Coordinates)
+	row("from", shown(h.Coordinates))
 	if h.EditedFrom != "" {
 		row("replaces", shown(h.EditedFrom))
 	}
 	row("id", shown(m.ID))
-	row("topic", m.Topic)
+	row("topic", shown(m.Topic))
 	row("key", shown(m.Key))
 	row("type", shown(m.Type))
-	row("content type", m.ContentType)
+	row("content type", shown(m.ContentType))
 	if !m.Time.IsZero() {
 		row("produced at", m.Time.Format(time.RFC3339Nano))
 	}

@@ -7,7 +7,6 @@ import (
 	"fmt"
 	"io"
 	"os"
-	"time"
 
 	"github.com/mattn/go-isatty"
 	"github.com/schollz/progressbar/v3"
@@ -15,6 +14,7 @@ import (
 
 	"github.com/twiceproof/twiceproof/brokers"
 	"github.com/twiceproof/twiceproof/inbox"
+	"github.com/twiceproof/twiceproof/outbox"
 )
 
 // changeFlags are common to commands that change rows.
@@ -38,6 +38,7 @@ type changed struct {
 	Done    int      `json:"done"`
 	Gone    int      `json:"gone"`    // processed, discarded or changed meanwhile
 	Refused int      `json:"refused"` // cannot be run as they are
+	Running int      `json:"running"` // have been running for too long to be waited for
 	Left    int      `json:"left"`    // not tried: interrupted
 	Errors  []string `json:"errors,omitempty"`
 }
@@ -50,11 +51,45 @@ func (c changed) print(out io.Writer, asJSON bool) error {
 		fmt.Fprintf(out, "%d would be chosen for %s; nothing is changed\n", c.Chosen, c.Action)
 		return nil
 	}
-	fmt.Fprintf(out, "%s: %d done, %d gone or changed meanwhile, %d refused, %d left\n", c.Action, c.Done, c.Gone, c.Refused, c.Left)
+	fmt.Fprintf(out, "%s: %d done, %d gone or changed meanwhile, %d refused, %d running, %d left\n", c.Action, c.Done, c.Gone, c.Refused, c.Running, c.Left)
 	for _, e := range c.Errors {
 		fmt.Fprintln(out, "  "+e)
 	}
 	return nil
+}
+
+// count adds what became of one message; the error is returned if the others must not
+// be tried.
+func (c *changed) count(err error) error {
+	const most = 20
+	switch {
+	case err == nil:
+		c.Done++
+		return nil
+	case errors.Is(err, inbox.ErrNotHeld), errors.Is(err, inbox.ErrChanged), errors.Is(err, outbox.ErrNotParked):
+		c.Gone++
+		return nil
+	case errors.Is(err, context.Canceled):
+		return err
+	case errors.Is(err, inbox.ErrNotReplayable):
+		c.Refused++
+	case errors.Is(err, inbox.ErrRunning):
+		c.Running++
+	default:
+		return err
+	}
+	if len(c.Errors) < most {
+		c.Errors = append(c.Errors, err.Error())
+	}
+	return nil
+}
+
+// partly is the error of a command that could not do all it was to.
+func (c *changed) partly() error {
+	if c.Refused+c.Running == 0 {
+		return nil
+	}
+	return fmt.Errorf("%w: %d cannot be run as they are, %d run now", errPartly, c.Refused, c.Running)
 }
 
 // bar shows progress on a terminal, and nothing elsewhere.
@@ -74,12 +109,13 @@ func newHeldReplayCommand(db *databaseFlags) *cobra.Command {
 		Short: "Run held messages again, from their first attempt",
 		Long: `The list is fixed when the command starts: what is held later is not in it, and a
 message that has run or changed since is passed over. So the command may be
-interrupted and given again. Messages of one key run in their order.
+interrupted and given again. The consumers' own processes run what is replayed;
+messages of one key in their order, what waits behind them included.
 
-A replayed message keeps its ID: its own claim is kept as long as it is held, however
-old it is, so that it has one effect. What the inbox has forgotten meanwhile, beyond the
-consumer's window, are other messages: a handler that looks for their effects finds
-them, a redelivery of theirs runs again.`,
+A replayed message keeps its ID and has one effect, however old it is: the inbox keeps
+the ID of a message for as long as it is held, and from its end on for the consumer's
+window, like that of any other. A copy of it that the broker, or a person, delivers
+after that window is a new message to the inbox, and runs.`,
 		Example: `  twiceproof held replay 4711
   twiceproof held replay --consumer billing --dead --class handler --rate 50 --in-flight 200 --yes
   twiceproof held replay --consumer billing --dead --dry-run`,
@@ -106,7 +142,7 @@ them, a redelivery of theirs runs again.`,
 				if err := confirm(cmd, cf.yes, fmt.Sprintf("replay %d messages", len(chosen))); err != nil {
 					return err
 				}
-				err = replay(cmd.Context(), op, chosen, inbox.By{Actor: actor(), Reason: cf.reason}, rate, inFlight, &r)
+				err = replay(cmd.Context(), op, chosen, inbox.By{Actor: actor(), Reason: cf.reason}, inbox.Pace{Rate: rate, InFlight: inFlight}, &r)
 				return errors.Join(err, r.print(cmd.OutOrStdout(), cf.asJSON))
 			})
 		},
@@ -133,80 +169,29 @@ func choose(ctx context.Context, op *inbox.Operator, f inbox.HeldFilter) ([]inbo
 	return chosen, nil
 }
 
-// replay replays at most rate messages a second, while fewer than inFlight replayed
-// ones are unfinished.
-func replay(ctx context.Context, op *inbox.Operator, chosen []inbox.Choice, by inbox.By, rate float64, inFlight int, r *changed) error {
+// replay replays at a pace, with a picture of it.
+func replay(ctx context.Context, op *inbox.Operator, chosen []inbox.Choice, by inbox.By, pace inbox.Pace, r *changed) error {
 	p := bar(len(chosen), "replay")
 	defer p.Finish() //nolint:errcheck // a picture
-	var done []int64
-	start := time.Now()
-	for i, c := range chosen {
-		if err := pace(ctx, op, &done, i, start, rate, inFlight); err != nil {
-			r.Left = len(chosen) - i
-			return interrupted(err)
-		}
-		err := op.Replay(context.WithoutCancel(ctx), c, by)
-		switch {
-		case err == nil:
-			r.Done++
-			done = append(done, c.Seq)
-		case errors.Is(err, inbox.ErrNotHeld), errors.Is(err, inbox.ErrChanged):
-			r.Gone++
-		case errors.Is(err, inbox.ErrNotReplayable):
-			r.Refused++
-			r.Errors = append(r.Errors, err.Error())
-		default:
-			r.Left = len(chosen) - i
-			return err
-		}
+	pace.Each = func(_ inbox.Choice, err error) {
+		_ = r.count(err)
 		_ = p.Add(1)
 	}
-	return nil
+	pace.Stuck = func(n int) {
+		fmt.Fprintf(os.Stderr, "\nwaiting: %d replayed messages are due and not finished; does a consumer of that name run?\n", n)
+	}
+	tried, err := op.ReplayAll(ctx, chosen, by, pace)
+	if r.Left = len(chosen) - tried; err != nil {
+		return interrupted(err)
+	}
+	return r.partly()
 }
 
 func interrupted(err error) error {
 	if errors.Is(err, context.Canceled) {
-		return errors.New("interrupted between two messages: what is done is done whole; give the command again for the rest")
+		return errInterrupted
 	}
 	return err
-}
-
-// pace waits until the i-th message may go.
-func pace(ctx context.Context, op *inbox.Operator, done *[]int64, i int, start time.Time, rate float64, inFlight int) error {
-	if rate > 0 {
-		at := start.Add(time.Duration(float64(i) / rate * float64(time.Second)))
-		if err := sleep(ctx, time.Until(at)); err != nil {
-			return err
-		}
-	}
-	for inFlight > 0 && len(*done) >= inFlight {
-		n, err := op.Unfinished(ctx, *done)
-		if err != nil {
-			return err
-		}
-		if n < inFlight {
-			break
-		}
-		if err := sleep(ctx, 200*time.Millisecond); err != nil {
-			return err
-		}
-	}
-	// Asking for all that ever went would grow without end.
-	if limit := 2 * inFlight; inFlight > 0 && len(*done) > limit {
-		*done = append([]int64(nil), (*done)[len(*done)-limit:]...)
-	}
-	return ctx.Err()
-}
-
-func sleep(ctx context.Context, d time.Duration) error {
-	t := time.NewTimer(d)
-	defer t.Stop()
-	select {
-	case <-t.C:
-		return nil
-	case <-ctx.Done():
-		return ctx.Err()
-	}
 }
 
 func newHeldDiscardCommand(db *databaseFlags) *cobra.Command {
@@ -256,22 +241,13 @@ func discard(ctx context.Context, op *inbox.Operator, chosen []inbox.Choice, by 
 	p := bar(len(chosen), "discard")
 	defer p.Finish() //nolint:errcheck // a picture
 	for i, c := range chosen {
-		if err := ctx.Err(); err != nil {
+		if err := r.count(op.Discard(ctx, c, by)); err != nil {
 			r.Left = len(chosen) - i
 			return interrupted(err)
 		}
-		switch err := op.Discard(context.WithoutCancel(ctx), c, by); {
-		case err == nil:
-			r.Done++
-		case errors.Is(err, inbox.ErrNotHeld), errors.Is(err, inbox.ErrChanged):
-			r.Gone++
-		default:
-			r.Left = len(chosen) - i
-			return err
-		}
 		_ = p.Add(1)
 	}
-	return nil
+	return r.partly()
 }
 
 func newHeldEditCommand(db *databaseFlags) *cobra.Command {

@@ -121,14 +121,14 @@ func TestHeldCommands(t *testing.T) {
 			require.ErrorIs(t, err, inbox.ErrIDTaken)
 			out, err = run("held", "edit", no(0), "--new-id", "1-mended", "--payload-file", body, "--comment", "no currency", "--yes", "--json")
 			require.NoError(t, err)
-			require.JSONEq(t, `{"action":"edit","dry_run":false,"chosen":1,"done":1,"gone":0,"refused":0,"left":0}`, out)
+			require.JSONEq(t, `{"action":"edit","dry_run":false,"chosen":1,"done":1,"gone":0,"refused":0,"running":0,"left":0}`, out)
 			edited := heldList(t, run, "--id", "1-mended")[0]
 			require.Equal(t, "1", edited.EditedFrom)
 			require.False(t, edited.Dead)
 
 			out, err = run("held", "replay", no(1), no(2), "--yes", "--json", "--rate", "0")
 			require.NoError(t, err)
-			require.JSONEq(t, `{"action":"replay","dry_run":false,"chosen":2,"done":2,"gone":0,"refused":0,"left":0}`, out)
+			require.JSONEq(t, `{"action":"replay","dry_run":false,"chosen":2,"done":2,"gone":0,"refused":0,"running":0,"left":0}`, out)
 			require.True(t, heldList(t, run, "--id", "2")[0].Waiting)
 			_, err = run("held", "discard", no(3), "--yes")
 			require.ErrorContains(t, err, "--comment")
@@ -181,16 +181,16 @@ func TestInterruptedReplayLeavesNothingHalfDone(t *testing.T) {
 	var out bytes.Buffer
 	ctx, cancel := context.WithCancel(t.Context())
 	root := newRootCommand()
-	root.SetArgs(append([]string{"held", "replay", "--consumer", "billing", "--yes", "--json", "--in-flight", "2", "--rate", "0"}, at...))
+	root.SetArgs(append([]string{"held", "replay", "--consumer", "billing", "--yes", "--json", "--in-flight", "1", "--rate", "0"}, at...))
 	root.SetOut(&out)
 	done := make(chan error, 1)
 	go func() { done <- root.ExecuteContext(ctx) }()
-	// Two are replayed and nobody runs them, so that it waits.
-	require.Eventually(t, func() bool { return len(heldList(t, run, "--waiting")) == 2 }, patience, patienceStep)
+	// One is replayed and nobody runs it, so that it waits.
+	require.Eventually(t, func() bool { return len(heldList(t, run, "--waiting")) == 1 }, patience, patienceStep)
 	cancel()
 	require.ErrorContains(t, <-done, "interrupted")
-	require.JSONEq(t, `{"action":"replay","dry_run":false,"chosen":4,"done":2,"gone":0,"refused":0,"left":2}`, out.String())
-	require.Len(t, heldList(t, run, "--dead"), 2)
+	require.JSONEq(t, `{"action":"replay","dry_run":false,"chosen":4,"done":1,"gone":0,"refused":0,"running":0,"left":3}`, out.String())
+	require.Len(t, heldList(t, run, "--dead"), 3)
 	_, err := run("held", "replay", "--dead", "--yes")
 	require.NoError(t, err)
 	require.Empty(t, heldList(t, run, "--dead"))

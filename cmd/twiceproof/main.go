@@ -2,12 +2,13 @@
 // (migrate), tells how consumers and outbox are doing (status), and lets people deal
 // with held messages (held) and parked ones (outbox).
 //
-// Exit codes: 0 done, 1 failed, 2 wrong usage.
+// Exit codes: 0 done; 1 failed; 2 wrong usage; 3 nothing matches, or there is no such
+// message; 4 tables are missing or old; 5 the database refuses the login or the access;
+// 6 some of the messages could not be changed; 130 interrupted.
 package main
 
 import (
 	"context"
-	"errors"
 	"fmt"
 	"os"
 	"os/signal"
@@ -19,11 +20,9 @@ import (
 func main() {
 	ctx, stop := signal.NotifyContext(context.Background(), os.Interrupt, syscall.SIGTERM)
 	defer stop()
+	context.AfterFunc(ctx, stop) // a second signal ends the process
 	os.Exit(run(ctx, os.Args[1:]))
 }
-
-// usageError marks an error of the command line.
-type usageError struct{ error }
 
 // noArgs refuses arguments, as wrong usage.
 func noArgs(c *cobra.Command, args []string) error {
@@ -41,11 +40,7 @@ func run(ctx context.Context, args []string) int {
 		return 0
 	}
 	fmt.Fprintln(os.Stderr, "twiceproof:", err)
-	var usage usageError
-	if errors.As(err, &usage) {
-		return 2
-	}
-	return 1
+	return exitCode(ctx, err)
 }
 
 func newRootCommand() *cobra.Command {

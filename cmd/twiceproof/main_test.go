@@ -151,7 +151,8 @@ func TestExitCodes(t *testing.T) {
 		args []string
 	}{
 		{0, []string{"migrate", "print", "--dialect", "sqlite"}},
-		{1, []string{"migrate", "check", "--sqlite", filepath.Join(t.TempDir(), "empty.db")}},
+		{4, []string{"migrate", "check", "--sqlite", filepath.Join(t.TempDir(), "empty.db")}},
+		{4, []string{"held", "list", "--sqlite", filepath.Join(t.TempDir(), "empty.db")}},
 		{2, []string{"nope"}},
 		{2, []string{"status", "extra"}},
 		{2, []string{"status", "--nope"}},

@@ -50,7 +50,7 @@ func newMigrateUp(f *databaseFlags) *cobra.Command {
 
 func newMigrateCheck(f *databaseFlags) *cobra.Command {
 	var asJSON bool
-	c := &cobra.Command{Use: "check", Short: "Say what is missing; exit code 1 when something is", Args: noArgs,
+	c := &cobra.Command{Use: "check", Short: "Say what is missing; exit code 4 when something is", Args: noArgs,
 		RunE: func(cmd *cobra.Command, _ []string) error {
 			db, d, err := f.open(cmd.Context())
 			if err != nil {

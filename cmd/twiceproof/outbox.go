@@ -195,14 +195,9 @@ func newOutboxChangeCommand(db *databaseFlags, action, short string, change func
 				for i, p := range ps {
 					err := cmd.Context().Err()
 					if err == nil {
-						err = change(op, context.WithoutCancel(cmd.Context()), p.Seq, actor(), cf.reason)
+						err = r.count(change(op, context.WithoutCancel(cmd.Context()), p.Seq, actor(), cf.reason))
 					}
-					switch {
-					case err == nil:
-						r.Done++
-					case errors.Is(err, outbox.ErrNotParked):
-						r.Gone++
-					default:
+					if err != nil {
 						r.Left = len(ps) - i
 						return errors.Join(interrupted(err), r.print(cmd.OutOrStdout(), cf.asJSON))
 					}

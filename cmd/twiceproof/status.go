@@ -5,6 +5,7 @@ import (
 	"encoding/json"
 	"fmt"
 	"io"
+	"strconv"
 	"strings"
 	"text/tabwriter"
 	"time"
@@ -187,8 +188,15 @@ func age(seconds float64) string {
 	return d.Round(10 * time.Millisecond).String()
 }
 
+// firstLine is the beginning of a text, without anything that could steer a terminal.
 func firstLine(s string) string {
 	s, _, _ = strings.Cut(s, "\n")
+	s = strings.Map(func(r rune) rune {
+		if strconv.IsPrint(r) {
+			return r
+		}
+		return ' '
+	}, s)
 	if r := []rune(s); len(r) > 80 {
 		s = string(r[:79]) + "…"
 	}
