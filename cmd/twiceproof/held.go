@@ -364,6 +364,9 @@ func newHeldShowCommand(db *databaseFlags) *cobra.Command {
 			if err != nil {
 				return err
 			}
+			if asJSON && payload {
+				return usageError{errors.New("--json and --payload exclude each other")}
+			}
 			return withHeld(cmd.Context(), db, func(op *inbox.Operator) error {
 				h, err := op.Get(cmd.Context(), seqs[0])
 				if err != nil {
@@ -382,7 +385,6 @@ func newHeldShowCommand(db *databaseFlags) *cobra.Command {
 	}
 	c.Flags().BoolVar(&asJSON, "json", false, "print one JSON object, with everything that is no text in base64")
 	c.Flags().BoolVar(&payload, "payload", false, "write the payload alone, byte for byte")
-	c.MarkFlagsMutuallyExclusive("json", "payload")
 	return c
 }
 
