@@ -47,26 +47,29 @@ func TestOldClaimsAreForgottenAndOldMessagesAreNotTakenForNew(t *testing.T) {
 		consumer.RunTooOld:     `SELECT count(*) FROM effects WHERE id = 'late'`,
 		consumer.DiscardTooOld: `SELECT count(*) FROM processed_messages WHERE message_id = 'late' AND state = 2`,
 	} {
-		onAll(t, func(t *testing.T, db database) {
-			b := memory.New(memory.Config{})
-			cfg := quick()
-			cfg.Window, cfg.TooOld = time.Second, policy
-			r := db.start(t, forgetful{b.Source("q")}, cfg, func(_ context.Context, exec execFunc, m *consumer.Message) error { return effect(exec, m) })
-			publish(t, b, msg("q", "1", "k", "x"))
-			eventually(t, "processed", func() bool { return r.Stats().Processed == 1 })
-			eventually(t, "forgotten", func() bool { return db.query(t, `SELECT count(*) FROM processed_messages`) == 0 })
-			late, fresh := msg("q", "late", "k", "x"), msg("q", "fresh", "k", "x")
-			late.Time, fresh.Time = time.Now().Add(-time.Hour), time.Now().Add(time.Hour)
-			eventually(t, "it is known what may be forgotten", func() bool {
-				return db.query(t, `SELECT count(*) FROM inbox_retention WHERE deleted > 0 AND cleaned_at IS NOT NULL`) == 1
+		t.Run(map[consumer.TooOld]string{consumer.HoldTooOld: "hold", consumer.RunTooOld: "run", consumer.DiscardTooOld: "discard"}[policy], func(t *testing.T) {
+			t.Parallel()
+			onAll(t, func(t *testing.T, db database) {
+				b := memory.New(memory.Config{})
+				cfg := quick()
+				cfg.Window, cfg.TooOld = time.Second, policy
+				r := db.start(t, forgetful{b.Source("q")}, cfg, func(_ context.Context, exec execFunc, m *consumer.Message) error { return effect(exec, m) })
+				publish(t, b, msg("q", "1", "k", "x"))
+				eventually(t, "processed", func() bool { return r.Stats().Processed == 1 })
+				eventually(t, "forgotten", func() bool { return db.query(t, `SELECT count(*) FROM processed_messages`) == 0 })
+				late, fresh := msg("q", "late", "k", "x"), msg("q", "fresh", "k", "x")
+				late.Time, fresh.Time = time.Now().Add(-time.Hour), time.Now().Add(time.Hour)
+				eventually(t, "it is known what may be forgotten", func() bool {
+					return db.query(t, `SELECT count(*) FROM inbox_retention WHERE deleted > 0 AND cleaned_at IS NOT NULL`) == 1
+				})
+				time.Sleep(200 * time.Millisecond) // the runner's own look at it
+				publish(t, b, late, fresh)
+				eventually(t, "fresh", func() bool {
+					return db.query(t, `SELECT count(*) FROM effects WHERE id = 'fresh'`) == 1 || policy == consumer.HoldTooOld
+				})
+				eventually(t, want, func() bool { return db.query(t, want) == 1 })
+				require.NoError(t, r.stop())
 			})
-			time.Sleep(200 * time.Millisecond) // the runner's own look at it
-			publish(t, b, late, fresh)
-			eventually(t, "fresh", func() bool {
-				return db.query(t, `SELECT count(*) FROM effects WHERE id = 'fresh'`) == 1 || policy == consumer.HoldTooOld
-			})
-			eventually(t, want, func() bool { return db.query(t, want) == 1 })
-			require.NoError(t, r.stop())
 		})
 	}
 }
