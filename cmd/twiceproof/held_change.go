@@ -115,8 +115,10 @@ messages of one key in their order, what waits behind them included.
 
 A replayed message keeps its ID and has one effect, however old it is: the inbox keeps
 the ID of a message for as long as it is held, and from its end on for the consumer's
-window, like that of any other. A copy of it that the broker, or a person, delivers
-after that window is a new message to the inbox, and runs.`,
+window, like that of any other. A copy that is delivered later than that is a new
+message to the inbox: it is held as too-old, or runs, as the consumer's TooOld says.
+A message that is held as too-old itself may have been processed before it was
+forgotten: look for its effect before you replay it.`,
 		Example: `  twiceproof held replay 4711
   twiceproof held replay --consumer billing --dead --class handler --rate 50 --in-flight 200 --yes
   twiceproof held replay --consumer billing --dead --dry-run`,
@@ -138,6 +140,9 @@ after that window is a new message to the inbox, and runs.`,
 				}
 				r := changed{Action: "replay", DryRun: cf.dryRun, Chosen: len(chosen)}
 				if cf.dryRun {
+					if !cf.asJSON {
+						fmt.Fprintln(cmd.OutOrStdout(), "each keeps its id and has one effect; only a copy that comes later than the consumer's inbox window after that would not be known")
+					}
 					return r.print(cmd.OutOrStdout(), cf.asJSON)
 				}
 				if err := confirm(cmd, cf.yes, fmt.Sprintf("replay %d messages", len(chosen))); err != nil {
