@@ -487,11 +487,21 @@ func confirm(cmd *cobra.Command, yes bool, what string) error {
 		return usageError{fmt.Errorf("%s: add --yes, or --dry-run to see what would be done", what)}
 	}
 	fmt.Fprintf(cmd.ErrOrStderr(), "%s? [y/N] ", what)
-	var answer string
-	if _, err := fmt.Fscanln(in, &answer); err != nil || !strings.EqualFold(answer, "y") && !strings.EqualFold(answer, "yes") {
+	answered := make(chan string, 1)
+	go func() { // a terminal that is read from cannot be told to stop: it ends with the process
+		var answer string
+		_, _ = fmt.Fscanln(in, &answer) // no answer is no
+		answered <- answer
+	}()
+	select {
+	case <-cmd.Context().Done():
+		return errInterrupted
+	case answer := <-answered:
+		if strings.EqualFold(answer, "y") || strings.EqualFold(answer, "yes") {
+			return nil
+		}
 		return errors.New("not confirmed; nothing is changed")
 	}
-	return nil
 }
 
 func newHeldExportCommand(db *databaseFlags) *cobra.Command {
