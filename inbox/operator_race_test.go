@@ -83,6 +83,37 @@ func TestReplayBesideARunLeavesItAlone(t *testing.T) {
 	})
 }
 
+// The same, when the later one was taken and had not begun: it has lost its turn, and
+// whoever ends the replayed one must not wait for it either.
+func TestTheEndOfAReplayedOneDoesNotWaitForARunBesideIt(t *testing.T) {
+	t.Parallel()
+	onAllStores(t, func(b *bench) {
+		if b.single {
+			return // see above
+		}
+		b.hold(held("1", "k"), inbox.ReasonDead, true, 0)
+		b.hold(held("2", "k"), inbox.ReasonRetry, false, 0)
+		b.repair(true)
+		heads := b.take()
+		require.Equal(b, []string{"2"}, takenIDs(heads))
+		require.NoError(b, b.op.Replay(b.Context(), b.only(inbox.HeldFilter{ID: "1"}), me))
+		end := b.begin(heads[0])
+		first := b.take()
+		require.Equal(b, []string{"1"}, takenIDs(first))
+		ended := make(chan error, 1)
+		go func() { ended <- b.run(first[0]) }()
+		select {
+		case err := <-ended:
+			assert.NoError(b, err)
+		case <-time.After(20 * time.Second):
+			assert.Fail(b, "it waits")
+		}
+		b.repair(true) // nor does the repair
+		end()
+		require.Empty(b, b.list(inbox.HeldFilter{}))
+	})
+}
+
 // The same, and the later one fails: it has lost its turn to the replayed one.
 func TestARunThatFailsBesideAReplayedOneWaitsForIt(t *testing.T) {
 	t.Parallel()
