@@ -74,7 +74,9 @@ func TestMessageThatWasNotHeldAtMaxHeldIsNotSettled(t *testing.T) {
 	s.total.Store(1)
 	s.heard()
 	close(release)
-	eventually(t, "held", func() bool { return db.query(t, `SELECT count(*) FROM held_messages WHERE message_id = '2' AND reason = 'behind'`) == 1 })
+	eventually(t, "held", func() bool {
+		return db.query(t, `SELECT count(*) FROM held_messages WHERE message_id = '2' AND reason = 'behind'`) == 1
+	})
 	cancel()
 	require.NoError(t, <-done)
 	require.EqualValues(t, 1, r.Stats().Held)
