@@ -58,6 +58,6 @@ func newRootCommand() *cobra.Command {
 		RunE:          func(cmd *cobra.Command, _ []string) error { return cmd.Help() },
 	}
 	root.SetFlagErrorFunc(func(_ *cobra.Command, err error) error { return usageError{err} })
-	root.AddCommand(newDemoCommand(), newMigrateCommand(), newStatusCommand(), newHeldCommand(), newOutboxCommand())
+	root.AddCommand(newDemoCommand(), newMigrateCommand(), newStatusCommand(), newHeldCommand(), newOutboxCommand(), newDoctorCommand())
 	return root
 }
