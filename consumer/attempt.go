@@ -25,6 +25,7 @@ type job struct {
 	ctx context.Context // what the interceptors gave, nil without
 	err error           // how the last run ended, for the interceptors
 
+	out       bool                            // a head that counts as taken
 	suspect   bool                            // it may have ended a process before
 	judged    bool                            // suspect is known
 	probe     bool                            // the breaker's: its failure counts for nothing
@@ -78,6 +79,7 @@ func (l *loop[Tx]) finish(t lanes.Ticket[*job], n next) {
 	switch {
 	case !n.again:
 		l.progress.Store(time.Now().UnixNano())
+		l.headDone(t.Job)
 		l.jobs.End(t)
 	case !l.jobs.Again(t, n.after):
 		l.jobs.End(t)
@@ -203,7 +205,8 @@ func (l *loop[Tx]) storeContext() (context.Context, context.CancelFunc) {
 
 func (l *loop[Tx]) claim(j *job) next {
 	ctx, cancel := l.storeContext()
-	a, vs, err := l.store.Begin(ctx, l.unit(j))
+	u := l.unit(j)
+	a, vs, err := l.store.Begin(ctx, u)
 	cancel()
 	if err != nil {
 		l.judged(j, false, true, nil)
@@ -228,7 +231,7 @@ func (l *loop[Tx]) claim(j *job) next {
 		}
 		return l.attempt(j, a)
 	case inbox.Behind:
-		if l.full.Load() {
+		if !u.HoldBehind { // what was asked, not what MaxHeld says by now: it is not held
 			return again(time.Second)
 		}
 		return l.held(j, outcome{reason: inbox.ReasonBehind})

@@ -67,9 +67,21 @@ func (l *loop[Tx]) countForLimit(ctx context.Context) {
 	}
 }
 
-// takeHeads takes as many due heads as there are idle workers.
+// headDone counts a head that is not in hand any more.
+func (l *loop[Tx]) headDone(j *job) {
+	if j.out {
+		j.out = false
+		l.heads.Add(-1)
+	}
+}
+
+// takeHeads takes as many due heads as there are idle workers, and a share of the
+// workers also where a backlog on the broker keeps all of them busy: retries must not
+// wait for its end.
 func (l *loop[Tx]) takeHeads(ctx context.Context) bool {
-	n := l.cfg.Concurrency - int(l.busy.Load())
+	out := int(l.heads.Load())
+	n := max(l.cfg.Concurrency-int(l.busy.Load()), max(1, l.cfg.Concurrency/4)-out)
+	n = min(n, l.cfg.Concurrency-out)
 	if l.breaker.isOpen() {
 		n = min(n, 1)
 		if l.room.inHand() > 0 {
@@ -95,8 +107,10 @@ func (l *loop[Tx]) takeHeads(ctx context.Context) bool {
 		return false
 	}
 	for _, h := range heads {
-		j := &job{head: h, item: h.Item, received: time.Now()}
+		j := &job{head: h, item: h.Item, received: time.Now(), out: true}
+		l.heads.Add(1)
 		if !l.jobs.PushFront(string(h.Item.OrderKey), j) {
+			l.headDone(j)
 			l.returnHead(j, 0)
 		}
 	}

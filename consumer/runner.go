@@ -185,6 +185,7 @@ type loop[Tx any] struct {
 	stuck    atomic.Int64  // handlers that go on past their context
 	full     atomic.Bool   // MaxHeld is reached
 	forgets  atomic.Int64  // the age of what the inbox may have forgotten, 0 nothing
+	heads    atomic.Int64  // held messages that are taken and not finished
 	busy     atomic.Int64  // workers in a job
 	progress atomic.Int64  // when a job was last finished, or the first one came
 	wake     chan struct{} // a head may be due
@@ -404,6 +405,7 @@ func (l *loop[Tx]) giveBack(js []*job) {
 
 func (l *loop[Tx]) release(j *job) {
 	if j.head != nil {
+		l.headDone(j)
 		l.returnHead(j, 0)
 		return
 	}

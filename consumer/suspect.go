@@ -27,29 +27,38 @@ const suspectSpan = 1000
 // suspects tells which deliveries are suspects.
 type suspects struct {
 	owner string
-	one   sync.Mutex // held while a suspect runs
+	one   turn // of the suspect that runs
 
 	mu    sync.Mutex
 	lanes map[string]*laneWatch
 }
 
 type laneWatch struct {
-	mu      sync.Mutex // while the lane is being entered
+	mu      turn // of whoever enters the lane
 	entered bool
 	epoch   uint64
 	left    int // how many more are suspects
 }
 
 func newSuspects() *suspects {
-	return &suspects{owner: uuid.NewString(), lanes: map[string]*laneWatch{}}
+	return &suspects{owner: uuid.NewString(), one: newTurn(), lanes: map[string]*laneWatch{}}
 }
+
+// turn is a mutex that is held over waits. Virtual time does not pass while somebody
+// waits for a sync.Mutex.
+type turn chan struct{}
+
+func newTurn() turn { return make(turn, 1) }
+
+func (t turn) Lock()   { t <- struct{}{} }
+func (t turn) Unlock() { <-t }
 
 func (s *suspects) lane(name string) *laneWatch {
 	s.mu.Lock()
 	defer s.mu.Unlock()
 	w := s.lanes[name]
 	if w == nil {
-		w = &laneWatch{}
+		w = &laneWatch{mu: newTurn()}
 		s.lanes[name] = w
 	}
 	return w

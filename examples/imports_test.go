@@ -24,6 +24,7 @@ func TestAnExampleCompilesItsOwnSDKAlone(t *testing.T) {
 	t.Parallel()
 	for path, want := range map[string][]string{
 		"./quickstart":      {"sqlite"},
+		"./prices":          {"sqlite"},
 		"./wallet/memory":   nil,
 		"./wallet/kafka":    {"kafka"},
 		"./wallet/rabbitmq": {"rabbitmq"},

@@ -23,7 +23,7 @@ func (e *MissingError) Error() string {
 	if e.Schema != "" {
 		where = " in schema " + e.Schema
 	}
-	return fmt.Sprintf("the database lacks%s: %s; run `twiceproof migrate up`, or apply the files of `twiceproof migrate print -dialect %s` with your own tool",
+	return fmt.Sprintf("the database lacks%s: %s; run `twiceproof migrate up`, or apply the files of `twiceproof migrate print --dialect %s` with your own tool",
 		where, strings.Join(e.Missing, ", "), e.Dialect)
 }
 

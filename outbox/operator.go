@@ -2,6 +2,7 @@ package outbox
 
 import (
 	"context"
+	"encoding/json"
 	"errors"
 	"fmt"
 	"strings"
@@ -69,12 +70,9 @@ func (f ParkedFilter) where() (string, []any) {
 		add("m.seq > $?", f.After)
 	}
 	if f.Seqs != nil {
-		in := []string{"NULL"}
-		for _, s := range f.Seqs {
-			args = append(args, s)
-			in = append(in, fmt.Sprintf("$%d", len(args)))
-		}
-		cond += " AND m.seq IN (" + strings.Join(in, ", ") + ")"
+		// One parameter, whatever their number: every database has a limit of those.
+		list, _ := json.Marshal(f.Seqs) // integers
+		add("m.seq IN (SELECT {pg:value::bigint FROM json_array_elements_text($?::text::json)}{lite:value FROM json_each($?)})", string(list))
 	}
 	return cond, args
 }
@@ -83,13 +81,16 @@ func (f ParkedFilter) where() (string, []any) {
 // enqueued.
 func (o *Operator) List(ctx context.Context, f ParkedFilter) ([]ParkedMessage, error) {
 	where, args := f.where()
-	q := `SELECT m.seq, m.attempts, {age:m.created_at}, coalesce(m.last_error, ''), m.message_id, m.topic, m.message_key, m.type, m.content_type,
-		m.produced_at, m.headers, m.payload, m.payload IS NULL,
-		(SELECT count(*) FROM {s}outbox_messages b WHERE b.message_key = m.message_key AND b.published_at IS NULL AND b.seq > m.seq)
-		FROM {s}outbox_messages m WHERE ` + where + ` ORDER BY m.seq`
+	limit := ""
 	if f.Max > 0 {
-		q += fmt.Sprintf(" LIMIT %d", f.Max)
+		limit = fmt.Sprintf(" LIMIT %d", f.Max)
 	}
+	// What waits is counted for all of them in one pass: there is no index by key.
+	q := `WITH p AS MATERIALIZED (SELECT m.seq, m.message_key FROM {s}outbox_messages m WHERE ` + where + ` ORDER BY m.seq` + limit + `),
+		n AS MATERIALIZED (SELECT p.seq, count(b.seq) AS behind FROM p LEFT JOIN {s}outbox_messages b
+			ON b.message_key = p.message_key AND b.published_at IS NULL AND b.seq > p.seq GROUP BY p.seq)
+		SELECT m.seq, m.attempts, {age:m.created_at}, coalesce(m.last_error, ''), m.message_id, m.topic, m.message_key, m.type, m.content_type,
+		m.produced_at, m.headers, m.payload, m.payload IS NULL, n.behind FROM n JOIN {s}outbox_messages m ON m.seq = n.seq ORDER BY m.seq`
 	var ps []ParkedMessage
 	err := o.q.one.Query(ctx, o.q.sql(q), args, func(scan func(...any) error) error {
 		p := ParkedMessage{Message: &brokers.Message{}}
@@ -111,7 +112,20 @@ func (o *Operator) List(ctx context.Context, f ParkedFilter) ([]ParkedMessage, e
 		ps = append(ps, p)
 		return err
 	})
-	return ps, err
+	return ps, refused(err)
+}
+
+// refused says what to do about an error of the database.
+func refused(err error) error {
+	switch sqldb.State(err) {
+	case sqldb.UndefinedTable, sqldb.UndefinedColumn, sqldb.InvalidSchemaName:
+		return fmt.Errorf("the tables are missing or old; run `twiceproof migrate up`: %w", err)
+	case "42501":
+		return fmt.Errorf("the database refuses access: parked messages need SELECT, UPDATE and DELETE on outbox_messages, and INSERT on twiceproof_audit: %w", err)
+	case "25006":
+		return fmt.Errorf("the database is read-only; connect to the primary: %w", err)
+	}
+	return err
 }
 
 // Get returns one parked message: ErrNotParked where there is none.
@@ -169,7 +183,7 @@ func (o *Operator) change(ctx context.Context, action, text string, seq int64, a
 		return err
 	})
 	if err != nil {
-		return fmt.Errorf("%s of outbox message %d: %w", action, seq, err)
+		return fmt.Errorf("%s of outbox message %d: %w", action, seq, refused(err))
 	}
 	return nil
 }

@@ -15,7 +15,10 @@ import (
 )
 
 // databaseFlags say which database a command works on.
-type databaseFlags struct{ url, sqlite, schema string }
+type databaseFlags struct {
+	url, sqlite, schema string
+	create              bool // an SQLite file that is not there is made
+}
 
 func (f *databaseFlags) add(c *cobra.Command) {
 	c.PersistentFlags().StringVar(&f.url, "database-url", "", "PostgreSQL URL (default: DATABASE_URL)")
@@ -28,6 +31,9 @@ func (f *databaseFlags) open(ctx context.Context) (*sql.DB, sqldb.Dialect, error
 	if f.sqlite != "" {
 		if f.schema != "" {
 			return nil, 0, usageError{errors.New("--schema is for PostgreSQL: SQLite has no schemas")}
+		}
+		if _, err := os.Stat(f.sqlite); err != nil && !f.create {
+			return nil, 0, fmt.Errorf("check the path of --sqlite (`migrate up` makes a new database): %w", err)
 		}
 		db, err := sql.Open("sqlite", "file:"+f.sqlite+"?_pragma=busy_timeout(5000)&_pragma=journal_mode(WAL)&_pragma=synchronous(FULL)&_txlock=immediate")
 		if err != nil {

@@ -7,6 +7,7 @@ import (
 	"fmt"
 	"io"
 	"os"
+	"strings"
 
 	"github.com/mattn/go-isatty"
 	"github.com/schollz/progressbar/v3"
@@ -114,8 +115,10 @@ messages of one key in their order, what waits behind them included.
 
 A replayed message keeps its ID and has one effect, however old it is: the inbox keeps
 the ID of a message for as long as it is held, and from its end on for the consumer's
-window, like that of any other. A copy of it that the broker, or a person, delivers
-after that window is a new message to the inbox, and runs.`,
+window, like that of any other. A copy that is delivered later than that is a new
+message to the inbox: it is held as too-old, or runs, as the consumer's TooOld says.
+A message that is held as too-old itself may have been processed before it was
+forgotten: look for its effect before you replay it.`,
 		Example: `  twiceproof held replay 4711
   twiceproof held replay --consumer billing --dead --class handler --rate 50 --in-flight 200 --yes
   twiceproof held replay --consumer billing --dead --dry-run`,
@@ -137,6 +140,9 @@ after that window is a new message to the inbox, and runs.`,
 				}
 				r := changed{Action: "replay", DryRun: cf.dryRun, Chosen: len(chosen)}
 				if cf.dryRun {
+					if !cf.asJSON {
+						fmt.Fprintln(cmd.OutOrStdout(), "each keeps its id and has one effect; only a copy that comes later than the consumer's inbox window after that would not be known")
+					}
 					return r.print(cmd.OutOrStdout(), cf.asJSON)
 				}
 				if err := confirm(cmd, cf.yes, fmt.Sprintf("replay %d messages", len(chosen))); err != nil {
@@ -250,30 +256,65 @@ func discard(ctx context.Context, op *inbox.Operator, chosen []inbox.Choice, by 
 	return r.partly()
 }
 
+// headerChanges returns what makes the headers of a copy out of the old ones.
+func headerChanges(set, drop []string) (func(brokers.Headers) brokers.Headers, error) {
+	for _, s := range set {
+		if name, _, ok := strings.Cut(s, "="); !ok || name == "" {
+			return nil, usageError{fmt.Errorf("--set-header %q: write name=value", s)}
+		}
+	}
+	return func(old brokers.Headers) brokers.Headers {
+		hs := append(brokers.Headers{}, old...)
+		for _, d := range drop {
+			hs.Del(d)
+		}
+		for _, s := range set {
+			name, value, _ := strings.Cut(s, "=")
+			hs.Set(name, []byte(value))
+		}
+		return hs
+	}, nil
+}
+
 func newHeldEditCommand(db *databaseFlags) *cobra.Command {
 	var cf changeFlags
 	var newID, payload, typ, contentType string
+	var set, drop []string
 	c := &cobra.Command{
 		Use:   "edit NO",
 		Short: "Replace a held message by a mended copy, in its place, and run it",
 		Long: `The copy gets a new ID, which is linked to the old one: the old ID counts as discarded,
 so that a redelivery of the broken message is a duplicate. It keeps the place of the old
-one in its key, and everything that is not given here.`,
-		Example: `  twiceproof held show 4711 --json | jq -r .message.payload > body.json
+one in its key, and everything that is not given here.
+
+For a conflict, and for a message without a usable ID, this is the way to run it.`,
+		Example: `  twiceproof held show 4711 --payload > body.json
   $EDITOR body.json
-  twiceproof held edit 4711 --new-id order-17-mended --payload-file body.json --comment "currency was missing" --yes`,
+  twiceproof held edit 4711 --new-id order-17-mended --payload-file body.json --comment "currency was missing"
+  twiceproof held edit 4711 --new-id order-17-b --set-header tenant=7 --drop-header debug --yes`,
 		Args: oneArg,
 		RunE: func(cmd *cobra.Command, args []string) error {
 			seqs, err := numbers(args)
 			if err != nil {
 				return err
 			}
-			if newID == "" || payload == "" {
-				return usageError{errors.New("give --new-id and --payload-file")}
+			if newID == "" {
+				return usageError{errors.New("give the copy an ID of its own: --new-id")}
 			}
-			body, err := os.ReadFile(payload)
-			if payload == "-" {
+			headers, err := headerChanges(set, drop)
+			if err != nil {
+				return err
+			}
+			var body []byte
+			switch payload {
+			case "":
+			case "-":
+				if !cf.yes && !cf.dryRun {
+					return usageError{errors.New("the payload comes from standard input, so nothing can be asked there: add --yes")}
+				}
 				body, err = io.ReadAll(cmd.InOrStdin())
+			default:
+				body, err = os.ReadFile(payload)
 			}
 			if err != nil {
 				return err
@@ -290,7 +331,15 @@ one in its key, and everything that is not given here.`,
 				if err := confirm(cmd, cf.yes, fmt.Sprintf("replace message %d by %q", seqs[0], newID)); err != nil {
 					return err
 				}
-				m := &brokers.Message{ID: newID, Payload: body, Type: typ, ContentType: contentType}
+				// What was chosen is what is read here, or the edit fails.
+				old, err := op.Get(cmd.Context(), seqs[0])
+				if err != nil {
+					return err
+				}
+				m := &brokers.Message{ID: newID, Payload: old.Message.Payload, Type: typ, ContentType: contentType, Headers: headers(old.Message.Headers)}
+				if payload != "" {
+					m.Payload = append([]byte{}, body...)
+				}
 				if _, err := op.Edit(cmd.Context(), chosen[0], m, inbox.By{Actor: actor(), Reason: cf.reason}); err != nil {
 					return err
 				}
@@ -301,7 +350,9 @@ one in its key, and everything that is not given here.`,
 	}
 	cf.add(c)
 	c.Flags().StringVar(&newID, "new-id", "", "the copy's message ID, which nobody has used")
-	c.Flags().StringVar(&payload, "payload-file", "", "file with the copy's payload; - is standard input")
+	c.Flags().StringVar(&payload, "payload-file", "", "file with the copy's payload; - is standard input (default: the old one's)")
+	c.Flags().StringArrayVar(&set, "set-header", nil, "name=value of a header to set; may be repeated")
+	c.Flags().StringArrayVar(&drop, "drop-header", nil, "name of a header to leave out; may be repeated")
 	c.Flags().StringVar(&typ, "type", "", "the copy's type (default: the old one's)")
 	c.Flags().StringVar(&contentType, "content-type", "", "the copy's content type (default: the old one's)")
 	return c

@@ -149,7 +149,8 @@ func TestHeldCommandsWithBadInput(t *testing.T) {
 			var usage usageError
 			for _, args := range [][]string{
 				{"held", "show"}, {"held", "show", "abc"}, {"held", "show", "-1"}, {"held", "replay"}, {"held", "replay", "1", "--rate", "-1"}, {"held", "list", "--limit", "0"},
-				{"held", "list", "--dead", "--waiting"}, {"held", "discard", "--dead"}, {"held", "edit", "1"}, {"held", "list", "--older-than", "-1h"}, {"held", "list", "x"}, {"held", "list", "--nonsense"},
+				{"held", "list", "--dead", "--waiting"}, {"held", "discard", "--dead"}, {"held", "edit", "1"}, {"held", "edit", "1", "--new-id", "x", "--set-header", "novalue"},
+				{"held", "edit", "1", "--new-id", "x", "--payload-file", "-"}, {"held", "show", "1", "--json", "--payload"}, {"held", "list", "--older-than", "-1h"}, {"held", "list", "x"}, {"held", "list", "--nonsense"},
 				{"outbox", "retry"}, {"outbox", "show", "x"}, {"outbox", "discard", "1"},
 			} {
 				_, err := run(args...)
@@ -223,5 +224,6 @@ func TestHeldCommandsWithoutPermission(t *testing.T) {
 	_, err = command(t, "held", "replay", no, "--yes", "--database-url", reader, "--schema", at[3])
 	require.ErrorContains(t, err, "refuses access")
 	require.ErrorContains(t, err, "twiceproof_audit")
+	require.Equal(t, exitRefused, exitCode(t.Context(), err))
 	require.Len(t, heldList(t, run, "--dead"), 4)
 }

@@ -13,6 +13,7 @@ import (
 	"os"
 	"os/signal"
 	"syscall"
+	"time"
 
 	"github.com/spf13/cobra"
 )
@@ -20,7 +21,8 @@ import (
 func main() {
 	ctx, stop := signal.NotifyContext(context.Background(), os.Interrupt, syscall.SIGTERM)
 	defer stop()
-	context.AfterFunc(ctx, stop) // a second signal ends the process
+	// A second signal ends the process; some wrappers send the first one twice.
+	context.AfterFunc(ctx, func() { time.AfterFunc(time.Second, stop) })
 	os.Exit(run(ctx, os.Args[1:]))
 }
 
@@ -56,6 +58,6 @@ func newRootCommand() *cobra.Command {
 		RunE:          func(cmd *cobra.Command, _ []string) error { return cmd.Help() },
 	}
 	root.SetFlagErrorFunc(func(_ *cobra.Command, err error) error { return usageError{err} })
-	root.AddCommand(newDemoCommand(), newMigrateCommand(), newStatusCommand(), newHeldCommand(), newOutboxCommand())
+	root.AddCommand(newDemoCommand(), newMigrateCommand(), newStatusCommand(), newHeldCommand(), newOutboxCommand(), newDoctorCommand())
 	return root
 }

@@ -52,9 +52,16 @@ func TestDemoOnRabbitMQAndPostgres(t *testing.T) {
 	checkDemo(t, "--broker", "rabbitmq", "--database", "postgres")
 }
 
+// emptyFile is an SQLite database with nothing in it.
+func emptyFile(t *testing.T) string {
+	name := filepath.Join(t.TempDir(), "empty.db")
+	require.NoError(t, os.WriteFile(name, nil, 0o600))
+	return name
+}
+
 // places are databases that commands can be pointed at.
 func places(t *testing.T) map[string][]string {
-	at := map[string][]string{"sqlite": {"--sqlite", filepath.Join(t.TempDir(), "a.db")}}
+	at := map[string][]string{"sqlite": {"--sqlite", emptyFile(t)}}
 	if os.Getenv("DATABASE_URL") != "" {
 		url, schema := devtest.PostgresURL(t), devtest.Name("cli")
 		db, err := sql.Open("pgx", url)
@@ -151,8 +158,9 @@ func TestExitCodes(t *testing.T) {
 		args []string
 	}{
 		{0, []string{"migrate", "print", "--dialect", "sqlite"}},
-		{4, []string{"migrate", "check", "--sqlite", filepath.Join(t.TempDir(), "empty.db")}},
-		{4, []string{"held", "list", "--sqlite", filepath.Join(t.TempDir(), "empty.db")}},
+		{4, []string{"migrate", "check", "--sqlite", emptyFile(t)}},
+		{4, []string{"held", "list", "--sqlite", emptyFile(t)}},
+		{1, []string{"held", "list", "--sqlite", filepath.Join(t.TempDir(), "mistyped.db")}},
 		{2, []string{"nope"}},
 		{2, []string{"status", "extra"}},
 		{2, []string{"status", "--nope"}},

@@ -29,6 +29,7 @@ func newMigrateCommand() *cobra.Command {
 func newMigrateUp(f *databaseFlags) *cobra.Command {
 	return &cobra.Command{Use: "up", Short: "Apply what is missing; safe to run at once from many places", Args: noArgs,
 		RunE: func(cmd *cobra.Command, _ []string) error {
+			f.create = true
 			db, d, err := f.open(cmd.Context())
 			if err != nil {
 				return err

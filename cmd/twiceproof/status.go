@@ -172,6 +172,8 @@ func whatToDo(g heldGroup) string {
 		return "mend the producer; nothing waits for it"
 	case g.Reason == inbox.ReasonTooOld:
 		return "older than what the inbox remembers: replay it if it was never processed, else discard it"
+	case g.Reason == inbox.ReasonTooOld:
+		return "older than the inbox remembers: look for its effect, then replay or discard"
 	case g.Reason == inbox.ReasonTxEnded:
 		return "the handler ends its transaction itself: mend it, check what it wrote, then replay or discard"
 	case g.Reason == inbox.ReasonCrashLoop:

@@ -29,6 +29,7 @@ type million struct {
 	db      *database[pgx.Tx]
 	op      *inbox.Operator
 	fixed   atomic.Bool
+	maxHeld int
 	fails   bool // 1 % of the messages fail twice, 0.1 % for ever
 }
 
@@ -78,7 +79,7 @@ func (m *million) run(after consumer.AfterDead, until func() bool, then func()) 
 		}
 	}
 	r, err := consumer.New(m.db.store, b.Source("t", memory.Group("g")), m.handle, consumer.Config{
-		Name: "million", Concurrency: 16, Tries: 1, MaxAttempts: 3, AfterDead: after, RequireOrder: true, Backoff: 10 * time.Millisecond, MaxBackoff: 50 * time.Millisecond,
+		Name: "million", Concurrency: 16, Tries: 1, MaxAttempts: 3, AfterDead: after, RequireOrder: true, MaxHeld: m.maxHeld, Backoff: 10 * time.Millisecond, MaxBackoff: 50 * time.Millisecond,
 	})
 	require.NoError(m, err)
 	ctx, stop := context.WithCancel(m.Context())
@@ -197,6 +198,40 @@ func TestMillionWithBlock(t *testing.T) {
 	assert.Zero(t, m.count(fmt.Sprintf(inverted, "")), "out of order after the replay")
 	assert.Zero(t, m.count(`SELECT count(*) FROM processed_messages WHERE state <> 0`))
 	t.Logf("%d messages, %d keys: %d dead, %d behind them; %.0f messages/s until then", m.n, m.keys, dead, behind, float64(m.n)/took.Seconds())
+}
+
+// At MaxHeld the intake stops and goes on again and again, and nothing is lost on the
+// way: a message that could not be held for it is not settled.
+func TestManyAroundMaxHeld(t *testing.T) {
+	m := newMillion(t, true)
+	m.n, m.keys = 10_000, 500
+	dead, behind := m.expected()
+	m.maxHeld = dead + behind + 20
+	rest := m.n - dead - behind
+	m.run(consumer.Block, func() bool {
+		return m.count(`SELECT count(*) FROM effects`) == rest && m.count(`SELECT count(*) FROM held_messages`) == dead+behind
+	}, m.replay)
+	m.checkEffects(m.n)
+	assert.Zero(t, m.count(fmt.Sprintf(inverted, "")), "out of order in their key")
+}
+
+// A backlog on the broker that keeps every worker busy does not keep held messages from
+// being run.
+func TestRetriesAreNotStarvedByABacklog(t *testing.T) {
+	m := newMillion(t, true)
+	m.n, m.keys = 20_000, 1_000
+	m.run(consumer.Block, func() bool {
+		if done := m.count(`SELECT count(*) FROM effects`); done < m.n/2 || done > m.n*8/10 {
+			return done > m.n*8/10
+		}
+		// In the middle of it, most of those that fail for a while are through already.
+		return m.count(`SELECT count(*) FROM held_messages WHERE NOT dead AND reason = 'retry' AND due_at <= now() - interval '2 seconds'`) == 0
+	}, func() {
+		require.Less(t, m.count(`SELECT count(*) FROM effects`), m.n*8/10, "held messages that are due wait for the end of the backlog")
+		m.fixed.Store(true)
+		require.Eventually(t, func() bool { m.replay(); return m.count(`SELECT count(*) FROM effects`) == m.n }, 2*patience, time.Second)
+	})
+	m.checkEffects(m.n)
 }
 
 // A dead message lets its key go on: what is held is exactly the dead ones, and the
