@@ -232,7 +232,6 @@ func TestFailuresOnAFIFOQueueKeepTheOrderOfTheirGroup(t *testing.T) {
 	eventually(t, "half are done", func() bool { return r.Stats().Processed >= groups*each/2 })
 	require.NoError(t, r.stop())
 	r2 := q.run(db, cfg, handler)
-	defer func() { fmt.Println(r.Stats(), r2.Stats(), q.left(), db.query(t, `SELECT count(*) FROM held_messages`), "leased", db.query(t, `SELECT count(*) FROM held_messages WHERE due_at > now() + interval '2 seconds'`), "starts", db.query(t, `SELECT count(*) FROM held_messages WHERE starts > attempts`)) }()
 	eventually(t, "all are done", func() bool { return r.Stats().Processed+r2.Stats().Processed == groups*each })
 	require.NoError(t, r2.stop())
 	require.Positive(t, r.Stats().Held)
