@@ -99,8 +99,10 @@ func (l *loop[Tx]) takeHeads(ctx context.Context) bool {
 		lease = time.Hour
 	}
 	// Not Run's own context: its end would leave heads taken that nobody knows of, which
-	// wait for the end of their lease then and look like runs that died.
+	// wait for the end of their lease then and look like runs that died. A database that
+	// hangs must not hold the shutdown up for longer than the drain takes.
 	take, cancel := l.storeContext()
+	defer context.AfterFunc(l.drained, cancel)()
 	heads, err := l.store.TakeHeads(take, inbox.HeadQuery{Consumer: l.cfg.Name, Max: n, Lease: lease + l.cfg.Grace})
 	cancel()
 	l.budget.give(n - len(heads))
