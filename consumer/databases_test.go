@@ -47,6 +47,8 @@ const effects = `CREATE TABLE effects (seq BIGINT, id TEXT, key TEXT, n INTEGER)
 type cut struct {
 	down  atomic.Bool
 	calls atomic.Int64 // that failed
+	// take, if set, stands between the runner and TakeHeads.
+	take func(ctx context.Context, take func(context.Context) ([]*inbox.Head, error)) ([]*inbox.Head, error)
 }
 
 var errCut = errors.New("connection refused")
@@ -87,7 +89,11 @@ func (s cutStore[Tx]) TakeHeads(ctx context.Context, q inbox.HeadQuery) ([]*inbo
 	if err := s.err(); err != nil {
 		return nil, err
 	}
-	return s.Store.TakeHeads(ctx, q)
+	take := func(ctx context.Context) ([]*inbox.Head, error) { return s.Store.TakeHeads(ctx, q) }
+	if s.take != nil {
+		return s.take(ctx, take)
+	}
+	return take(ctx)
 }
 
 func (s cutStore[Tx]) BeginRetry(ctx context.Context, h *inbox.Head, u inbox.Unit) (inbox.Attempt[Tx], error) {

@@ -98,16 +98,22 @@ func (l *loop[Tx]) takeHeads(ctx context.Context) bool {
 	if l.cfg.HandlerTimeout < 0 {
 		lease = time.Hour
 	}
-	heads, err := l.store.TakeHeads(ctx, inbox.HeadQuery{Consumer: l.cfg.Name, Max: n, Lease: lease + l.cfg.Grace})
+	// Not Run's own context: its end would leave heads taken that nobody knows of, which
+	// wait for the end of their lease then and look like runs that died. A database that
+	// hangs must not hold the shutdown up for longer than the drain takes.
+	take, cancel := l.storeContext()
+	defer context.AfterFunc(l.drained, cancel)()
+	heads, err := l.store.TakeHeads(take, inbox.HeadQuery{Consumer: l.cfg.Name, Max: n, Lease: lease + l.cfg.Grace})
+	cancel()
 	l.budget.give(n - len(heads))
-	if err != nil {
-		if ctx.Err() == nil && !inbox.Rerun(err) && !errors.Is(err, inbox.ErrClaimTimeout) {
-			l.gate.trip(err)
-		}
-		return false
+	if err != nil && ctx.Err() == nil && !inbox.Rerun(err) && !errors.Is(err, inbox.ErrClaimTimeout) {
+		l.gate.trip(err)
 	}
 	for _, h := range heads {
 		j := &job{head: h, item: h.Item, received: time.Now(), out: true}
+		if err != nil { // perhaps taken: they go back as soon as the database answers
+			j.owed = func(ctx context.Context) error { return l.store.ReturnHead(ctx, h, 0) }
+		}
 		l.heads.Add(1)
 		if !l.jobs.PushFront(string(h.Item.OrderKey), j) {
 			l.headDone(j)

@@ -38,7 +38,10 @@ func (e *engine) takeHeads(ctx context.Context, q sqldb.Q, consumer int16, hq He
 		hs = append(hs, h)
 		return err
 	})
-	return hs, err
+	if err != nil {
+		return nil, err
+	}
+	return hs, nil
 }
 
 const (

@@ -26,7 +26,9 @@ type Store[Tx any] interface {
 
 	// TakeHeads marks due held messages as started by this caller for the lease, each
 	// for one caller and only the first of its key, and returns them. ErrClaimTimeout:
-	// another writer is in the way (SQLite); nothing was taken.
+	// another writer is in the way (SQLite); nothing was taken. Heads that come with an
+	// error are those that are taken if the commit, whose answer is missing, succeeded:
+	// give them to ReturnHead.
 	TakeHeads(ctx context.Context, q HeadQuery) ([]*Head, error)
 	// BeginRetry opens the transaction of a head's run. ErrHeadLost: it was taken
 	// again, or settled, by somebody else. ErrTxEnded: an earlier run ended its

@@ -72,6 +72,31 @@ func TestExtensionsThatFailPastTheDeadlineEndTheDeliveryInTime(t *testing.T) {
 	})
 }
 
+// Bogdanp/dramatiq_sqs#59: what waits in the buffer for longer than it is ours must not
+// run from there.
+func TestWhatIsLostInTheBufferIsNotHandedOver(t *testing.T) {
+	t.Parallel()
+	synctest.Test(t, func(t *testing.T) {
+		r, srv := strict(t, false, nil)
+		r.send("", numbered("m", 10)...)
+		s, ev := r.open(10, minute)
+		r.done(s, r.receive(s, 1)...)
+		heal := srv.Fail(sqsfake.Fault{Op: "ChangeMessageVisibilityBatch", Times: -1, Unavailable: true})
+		time.Sleep(59 * time.Second)
+		require.Equal(t, 9, srv.InFlight(r.queue), "still hidden, but not ours for sure")
+		heal()
+		began := time.Now()
+		for _, d := range r.receive(s, 9) {
+			require.Equal(t, 2, d.Attempt)
+			require.NoError(t, d.Context.Err())
+			r.done(s, d)
+		}
+		require.Positive(t, time.Since(began), "they came when they were visible again")
+		require.Equal(t, 9, ev.of(brokers.EventLaneRevoked))
+		require.Zero(t, srv.Len(r.queue))
+	})
+}
+
 // A reply with status 200 has failures in it: bbc/sqs-consumer#193, panther-labs/panther#1730,
 // numaproj/numaflow#3615, apache/airflow#73423.
 func TestEachEntryOfADeleteHasItsOwnAnswer(t *testing.T) {

@@ -13,12 +13,10 @@ import (
 	"testing"
 	"time"
 
-	amqp "github.com/rabbitmq/amqp091-go"
 	"github.com/stretchr/testify/assert"
 	"github.com/stretchr/testify/require"
 
 	"github.com/twiceproof/twiceproof/brokers"
-	"github.com/twiceproof/twiceproof/brokers/rabbitmq"
 	"github.com/twiceproof/twiceproof/internal/devenv/devtest"
 )
 
@@ -29,30 +27,31 @@ type crashPoint struct {
 	fails         int  // runs of the victim that fail
 	relayed       bool // the messages come out of the outbox
 	effects, held int
+	broker        bool // what the broker still has depends on it
 }
 
 func crashPoints() []crashPoint {
 	return []crashPoint{
-		{name: "before the claim"},
+		{name: "before the claim", broker: true},
 		{name: "after the claim"},
 		{name: "after the handler"},
 		{name: "before the commit"},
-		{name: "after the commit", effects: 1},
-		{name: "before the settle", effects: 1},
-		{name: "after the settle", effects: 1},
+		{name: "after the commit", effects: 1, broker: true},
+		{name: "before the settle", effects: 1, broker: true},
+		{name: "after the settle", effects: 1, broker: true},
 		{name: "before the rollback", fails: 1},
 		{name: "between rollback and hold", fails: 1},
 		{name: "after the hold", fails: 1, held: 1},
-		{name: "before the settle", fails: 1, held: 1},
+		{name: "before the settle", fails: 1, held: 1, broker: true},
 		{name: "retry: start marked", fails: 1, held: 1},
 		{name: "retry: transaction begun", fails: 1, held: 1},
 		{name: "retry: after the handler", fails: 1, held: 1},
 		{name: "retry: before the commit", fails: 1, held: 1},
-		{name: "retry: after the commit", fails: 1, effects: 1},
+		{name: "retry: after the commit", fails: 1, effects: 1, broker: true},
 		{name: "retry: before the failure is kept", fails: 2, held: 1},
 		{name: "retry: after the failure is kept", fails: 2, held: 1},
-		{name: "relay: before the publish", relayed: true},
-		{name: "relay: after the publish, before the mark", relayed: true},
+		{name: "relay: before the publish", relayed: true, broker: true},
+		{name: "relay: after the publish, before the mark", relayed: true, broker: true},
 	}
 }
 
@@ -64,16 +63,22 @@ func TestKilledAtAnyPointEveryMessageHasOneEffect(t *testing.T) {
 	if runtime.GOOS == "windows" {
 		t.Skip("processes cannot end themselves by SIGKILL here")
 	}
-	for _, kind := range []string{onSQLite, onPostgres, onPostgresDB, "rabbitmq"} {
+	for _, kind := range []string{onSQLite, onPostgres, onPostgresDB, "rabbitmq", "sqs"} {
 		t.Run(kind, func(t *testing.T) {
 			t.Parallel()
-			if kind == "rabbitmq" {
-				devtest.RabbitMQURL(t) // skipped once, not once for each point
+			switch kind { // skipped once, not once for each point
+			case "rabbitmq":
+				devtest.RabbitMQURL(t)
+			case "sqs":
+				devtest.SQSEndpoint(t)
 			}
 			if kind != onSQLite {
 				devtest.PostgresURL(t)
 			}
 			for _, p := range crashPoints() {
+				if kind == "sqs" && !p.broker { // each waits for a visibility to end
+					continue
+				}
 				name := strings.NewReplacer(" ", "_", ",", "", ":", "").Replace(p.name)
 				t.Run(fmt.Sprintf("%s_failing_%d", name, p.fails), func(t *testing.T) {
 					t.Parallel()
@@ -86,11 +91,14 @@ func TestKilledAtAnyPointEveryMessageHasOneEffect(t *testing.T) {
 
 func testCrash(t *testing.T, kind string, p crashPoint) {
 	c := crashConfig{Database: kind, Topic: "t", Fails: p.fails, Point: p.name, Marker: filepath.Join(t.TempDir(), "died"), Messages: 3}
+	var q crashQueue
 	switch kind {
 	case onSQLite:
 		c.DSN = "file:" + filepath.Join(t.TempDir(), "t.db") + "?_pragma=busy_timeout(5000)&_pragma=journal_mode(WAL)&_pragma=synchronous(FULL)&_txlock=immediate"
-	case "rabbitmq":
-		c.Database, c.AMQP, c.Topic = onPostgres, devtest.RabbitMQURL(t), devtest.Name("crash")
+	case "rabbitmq", "sqs":
+		q = newCrashQueue(t, kind)
+		c.Database, c.Broker = onPostgres, q.endpoint()
+		c.Topic = c.Broker.Name
 		fallthrough
 	default:
 		c.DSN = devtest.PostgresSchema(t)
@@ -104,14 +112,11 @@ func testCrash(t *testing.T, kind string, p crashPoint) {
 		{ID: "next", Topic: c.Topic, Key: "a", Payload: []byte("2")},
 		{ID: "other", Topic: c.Topic, Key: "b", Payload: []byte("3")},
 	}
-	if c.AMQP != "" {
-		declareCrashQueue(t, c.AMQP, c.Topic)
-	}
 	switch {
 	case p.relayed:
 		require.NoError(t, db.enqueue(t.Context(), ms...))
-	case c.AMQP != "":
-		publishCrash(t, c.AMQP, ms)
+	case q != nil:
+		publishCrash(t, c.Broker, ms)
 	default:
 		c.Kept = ms
 	}
@@ -140,11 +145,11 @@ func testCrash(t *testing.T, kind string, p crashPoint) {
 	// The broker delivers again whatever was not settled. A memory broker is gone, so
 	// the next one delivers everything again: also what was.
 	c.Point = ""
-	if c.AMQP == "" {
+	if q == nil {
 		c.Kept = ms
 		c.Deliveries = len(ms)
 	} else {
-		c.Deliveries = awaitReturn(t, c.AMQP, c.Topic)
+		c.Deliveries = q.awaitReturn(t)
 	}
 	out, err = runCrashChild(t, c)
 	require.NoError(t, err, "%s", out)
@@ -156,9 +161,8 @@ func testCrash(t *testing.T, kind string, p crashPoint) {
 	assert.Zero(t, count(`SELECT count(*) FROM held_messages`))
 	assert.Zero(t, count(`SELECT count(*) FROM outbox_messages`))
 	assert.Zero(t, count(`SELECT count(*) FROM effects v, effects n WHERE v.id = 'victim' AND n.id = 'next' AND v.seq > n.seq`), "order of the key")
-	if c.AMQP != "" {
-		assert.Zero(t, ready(t, c.AMQP, c.Topic))
-		assert.Zero(t, ready(t, c.AMQP, c.Topic+".dead"))
+	if q != nil {
+		assert.Zero(t, q.left(t))
 	}
 }
 
@@ -174,62 +178,4 @@ func runCrashChild(t *testing.T, c crashConfig) (string, error) {
 	out, err := cmd.CombinedOutput()
 	require.NoError(t, context.Cause(ctx), "%s", out)
 	return string(out), err
-}
-
-func declareCrashQueue(t *testing.T, url, queue string) {
-	t.Helper()
-	src, err := rabbitmq.NewSource(crashQueue(url, queue))
-	require.NoError(t, err)
-	_, err = src.Open(t.Context(), brokers.OpenOptions{Consumer: "crash", Room: 1})
-	require.NoError(t, err)
-	require.NoError(t, src.Close(t.Context()))
-	t.Cleanup(func() {
-		onChannel(t, url, func(ch *amqp.Channel) {
-			for _, q := range []string{queue, queue + ".dead"} {
-				_, err := ch.QueueDelete(q, false, false, false)
-				assert.NoError(t, err)
-			}
-		})
-	})
-}
-
-func publishCrash(t *testing.T, url string, ms []*brokers.Message) {
-	t.Helper()
-	pub, err := rabbitmq.NewPublisher(rabbitmq.PublisherConfig{URL: url})
-	require.NoError(t, err)
-	for _, r := range pub.Publish(t.Context(), ms...) {
-		require.NoError(t, r.Err)
-	}
-	require.NoError(t, pub.Close(t.Context()))
-}
-
-func onChannel(t *testing.T, url string, fn func(ch *amqp.Channel)) {
-	t.Helper()
-	c, err := amqp.Dial(url)
-	require.NoError(t, err)
-	defer c.Close() //nolint:errcheck // nothing is in flight
-	ch, err := c.Channel()
-	require.NoError(t, err)
-	fn(ch)
-}
-
-// inspect asks for a queue's messages that nobody has in hand, and its consumers.
-func inspect(t *testing.T, url, queue string) (q amqp.Queue) {
-	t.Helper()
-	onChannel(t, url, func(ch *amqp.Channel) {
-		var err error
-		q, err = ch.QueueDeclarePassive(queue, true, false, false, false, nil)
-		require.NoError(t, err)
-	})
-	return q
-}
-
-func ready(t *testing.T, url, queue string) int { t.Helper(); return inspect(t, url, queue).Messages }
-
-// awaitReturn waits until the broker has noticed that a consumer is dead, and returns
-// how many messages it will deliver then.
-func awaitReturn(t *testing.T, url, queue string) int {
-	t.Helper()
-	require.Eventually(t, func() bool { return inspect(t, url, queue).Consumers == 0 }, 20*time.Second, 20*time.Millisecond)
-	return ready(t, url, queue)
 }

@@ -12,7 +12,6 @@ import (
 
 	"github.com/twiceproof/twiceproof/brokers"
 	"github.com/twiceproof/twiceproof/brokers/memory"
-	"github.com/twiceproof/twiceproof/brokers/rabbitmq"
 	"github.com/twiceproof/twiceproof/consumer"
 	"github.com/twiceproof/twiceproof/inbox"
 	"github.com/twiceproof/twiceproof/outbox"
@@ -21,8 +20,8 @@ import (
 // crashConfig is what the child of a crash test is told.
 type crashConfig struct {
 	Database, DSN string
-	AMQP          string // URL; empty: a memory broker that starts with Kept
-	Topic         string // topic or queue
+	Broker        endpoint // without a Kind: a memory broker that starts with Kept
+	Topic         string   // topic or queue
 	Kept          []*brokers.Message
 	Fails         int    // how many runs of the victim fail
 	Point         string // where to die; empty: nowhere
@@ -212,12 +211,12 @@ func crashMain(ctx context.Context, c crashConfig) error {
 // crashBroker returns the child's side of the broker. A memory broker dies with the
 // child, so the parent says what a real one would have kept.
 func crashBroker(ctx context.Context, c crashConfig) (brokers.Source, brokers.Publisher, error) {
-	if c.AMQP != "" {
-		src, err := rabbitmq.NewSource(crashQueue(c.AMQP, c.Topic))
+	if c.Broker.Kind != "" {
+		src, err := c.Broker.source()
 		if err != nil {
 			return nil, nil, err
 		}
-		pub, err := rabbitmq.NewPublisher(rabbitmq.PublisherConfig{URL: c.AMQP})
+		pub, err := c.Broker.publisher()
 		return src, pub, err
 	}
 	b := memory.New(memory.Config{})
@@ -229,10 +228,6 @@ func crashBroker(ctx context.Context, c crashConfig) (brokers.Source, brokers.Pu
 		}
 	}
 	return b.Source(c.Topic), pub, nil
-}
-
-func crashQueue(url, queue string) rabbitmq.SourceConfig {
-	return rabbitmq.SourceConfig{URL: url, Queue: queue, Topology: rabbitmq.Declare, SingleActiveConsumer: true}
 }
 
 // crashRun consumes, and publishes what is in the outbox, until everything is done.

@@ -10,6 +10,7 @@ import (
 	"github.com/aws/aws-sdk-go-v2/aws"
 	awssqs "github.com/aws/aws-sdk-go-v2/service/sqs"
 	"github.com/aws/aws-sdk-go-v2/service/sqs/types"
+	"github.com/stretchr/testify/assert"
 	"github.com/stretchr/testify/require"
 
 	"github.com/twiceproof/twiceproof/brokers"
@@ -36,21 +37,33 @@ func (e endpoint) sqsPublisher() (brokers.Publisher, error) {
 	return sqs.NewPublisher(sqs.PublisherConfig{AWS: sqsConfig(e.URL)})
 }
 
-// sqsQueue is an ElasticMQ behind a proxy, with one queue. It keeps its queues in
-// memory, so that it cannot be restarted: connections are cut, and answers get lost.
+// sqsQueue is a queue of an SQS server.
 type sqsQueue struct {
-	fifo   bool
+	fifo      bool
+	at        string // where workers find the server
+	name, url string
+	client    *awssqs.Client
+}
+
+// sqsServer is an ElasticMQ behind a proxy, with one queue. It keeps its queues in
+// memory, so that it cannot be restarted: connections are cut, and answers get lost.
+type sqsServer struct {
+	sqsQueue
 	server *devenv.SQS
 	proxy  *proxy
-	name   string
-	url    string
-	client *awssqs.Client
 	cuts   int
 }
 
-func (q *sqsQueue) start(t testing.TB) {
+func (q *sqsServer) start(t testing.TB) {
 	q.server = devtest.OwnSQS(t)
+	q.at = q.server.URL()
+	q.create(t)
 	q.proxy = newProxy(t, q.server.Addr())
+	q.at = "http://" + q.proxy.l.Addr().String()
+}
+
+// create makes the queue.
+func (q *sqsQueue) create(t testing.TB) {
 	q.name = devtest.Name("chaos")
 	attributes := map[string]string{}
 	if q.fifo {
@@ -59,23 +72,25 @@ func (q *sqsQueue) start(t testing.TB) {
 	}
 	tr := &http.Transport{}
 	t.Cleanup(tr.CloseIdleConnections)
-	cfg := sqsConfig(q.server.URL())
+	cfg := sqsConfig(q.at)
 	cfg.HTTPClient = &http.Client{Transport: tr}
 	q.client = awssqs.NewFromConfig(cfg)
 	created, err := q.client.CreateQueue(t.Context(), &awssqs.CreateQueueInput{QueueName: &q.name, Attributes: attributes})
 	require.NoError(t, err)
 	q.url = aws.ToString(created.QueueUrl)
+	t.Cleanup(func() {
+		_, err := q.client.DeleteQueue(context.Background(), &awssqs.DeleteQueueInput{QueueUrl: &q.url})
+		assert.NoError(t, err)
+	})
 }
 
-func (q *sqsQueue) endpoint() endpoint {
-	return endpoint{"sqs", "http://" + q.proxy.l.Addr().String(), q.name, q.fifo}
-}
+func (q *sqsQueue) endpoint() endpoint { return endpoint{"sqs", q.at, q.name, q.fifo} }
 
 func (q *sqsQueue) ordered() bool { return q.fifo }
 
 // cut ends all connections; each second time it first loses what the server answers for
 // a moment: messages that nobody got, sends and deletes that nobody knows of.
-func (q *sqsQueue) cut(ctx context.Context) (int, error) {
+func (q *sqsServer) cut(ctx context.Context) (int, error) {
 	if q.cuts++; q.cuts%2 == 0 {
 		q.proxy.deaf.Store(true)
 		defer q.proxy.deaf.Store(false)
@@ -84,32 +99,31 @@ func (q *sqsQueue) cut(ctx context.Context) (int, error) {
 	return q.proxy.cut(), nil
 }
 
-func (q *sqsQueue) restart(context.Context) error {
+func (q *sqsServer) restart(context.Context) error {
 	return fmt.Errorf("the server forgets its queues")
 }
 
-func (q *sqsQueue) left(ctx context.Context) (int, error) {
+func (q *sqsServer) left(ctx context.Context) (int, error) {
+	visible, hidden, err := q.counts(ctx)
+	return visible + hidden, err
+}
+
+// counts counts the messages that can be received now, and those that somebody has.
+func (q *sqsQueue) counts(ctx context.Context) (visible, hidden int, err error) {
 	out, err := q.client.GetQueueAttributes(ctx, &awssqs.GetQueueAttributesInput{QueueUrl: &q.url, AttributeNames: []types.QueueAttributeName{
 		types.QueueAttributeNameApproximateNumberOfMessages, types.QueueAttributeNameApproximateNumberOfMessagesNotVisible}})
 	if err != nil {
-		return 0, err
+		return 0, 0, err
 	}
-	n := 0
-	for _, v := range out.Attributes {
-		var k int
-		if _, err := fmt.Sscan(v, &k); err != nil {
-			return 0, err
-		}
-		n += k
-	}
-	return n, nil
+	_, err = fmt.Sscan(out.Attributes["ApproximateNumberOfMessages"]+" "+out.Attributes["ApproximateNumberOfMessagesNotVisible"], &visible, &hidden)
+	return visible, hidden, err
 }
 
 // A standard queue: nobody promises an order, but every message has one effect.
 func TestChaosOnSQS(t *testing.T) {
 	p := planOf(t)
 	p.brokerKills = 0
-	runChaos(t, p, &sqsQueue{})
+	runChaos(t, p, &sqsServer{})
 }
 
 // On a FIFO queue the first effects of every key are in the order in which its messages
@@ -117,5 +131,5 @@ func TestChaosOnSQS(t *testing.T) {
 func TestChaosOnSQSInOrder(t *testing.T) {
 	p := planOf(t)
 	p.brokerKills = 0
-	runChaos(t, p, &sqsQueue{fifo: true})
+	runChaos(t, p, &sqsServer{sqsQueue: sqsQueue{fifo: true}})
 }

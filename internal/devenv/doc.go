@@ -27,7 +27,8 @@
 //
 // # What it does not
 //
-// The private servers are for tests: PostgreSQL trusts every local user, and
-// RabbitMQ has the user guest with the password guest. Windows has no local binaries
-// rung; give URLs or run Docker there.
+// The private servers are for tests: PostgreSQL trusts every local user, RabbitMQ has
+// the user guest with the password guest, Kafka a listener for everybody beside those
+// with TLS and a password, and the SQS server takes any credentials. Windows has no
+// local binaries rung; give URLs or run Docker there.
 package devenv

@@ -82,6 +82,17 @@ func TestDeadGivenURLIsAnErrorWithoutItsPassword(t *testing.T) {
 	assert.Contains(t, err.Error(), "user:xxxxx@nowhere")
 }
 
+// KAFKA_BROKERS is a list of addresses and no URL.
+func TestDeadListOfAddressesIsAnErrorThatShowsIt(t *testing.T) {
+	t.Setenv("TWICEPROOF_FAKE_URL", "127.0.0.1:1,127.0.0.1:2")
+	e, err := Up(t.Context(), Options{}, fakeService(nil, "127.0.0.1:1,127.0.0.1:2"))
+	require.NoError(t, err)
+	assert.Equal(t, "127.0.0.1:1,127.0.0.1:2", e.Found[0].Display())
+	_, err = Up(t.Context(), Options{}, fakeService(nil))
+	require.ErrorContains(t, err, "TWICEPROOF_FAKE_URL is set (127.0.0.1:1,127.0.0.1:2)")
+	require.ErrorContains(t, err, "nobody at 127.0.0.1:1,127.0.0.1:2")
+}
+
 func TestRunningComposeProjectIsUsedAndLeftAlone(t *testing.T) {
 	calls := fakeDocker(t, `case "$*" in *port*) echo 0.0.0.0:7777;; esac`)
 	local := &fakeServer{}
