@@ -145,6 +145,27 @@ func (l *loop[Tx]) leaveLane(w *laneWatch, name string) {
 	}
 }
 
+// ownTurn waits for the suspect's turn. It reports false when the delivery was lost or
+// given back meanwhile: what has not begun at a shutdown does not begin any more.
+func (l *loop[Tx]) ownTurn(j *job) bool {
+	var lost <-chan struct{}
+	if j.d.Context != nil {
+		lost = j.d.Context.Done()
+	}
+	select {
+	case l.suspects.one <- struct{}{}:
+		return true
+	case <-lost:
+		l.drop(j)
+	case <-j.d.Draining:
+		l.release(j)
+	case <-l.stopping.Done():
+		l.release(j)
+	}
+	l.judged(j, false, true, nil)
+	return false
+}
+
 // careful runs a delivery, alone and with its run noted if it is a suspect.
 func (l *loop[Tx]) careful(j *job) next {
 	suspect := j.suspect
@@ -159,7 +180,9 @@ func (l *loop[Tx]) careful(j *job) next {
 	if !suspect {
 		return l.claim(j)
 	}
-	l.suspects.one.Lock()
+	if !l.ownTurn(j) {
+		return over
+	}
 	defer l.suspects.one.Unlock()
 	ctx, cancel := l.storeContext()
 	starts, err := l.store.Suspect(ctx, l.cfg.Name, j.item)

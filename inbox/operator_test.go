@@ -22,11 +22,11 @@ import (
 // bench is one store with what a test of its operator needs.
 type bench struct {
 	*testing.T
-	op    *inbox.Operator
-	hold  func(m *brokers.Message, reason string, dead bool, delay time.Duration)
-	claim func(m *brokers.Message) inbox.Verdict
-	take  func() []*inbox.Head // what is due, leased for a minute
-	run   func(h *inbox.Head) error
+	op       *inbox.Operator
+	hold     func(m *brokers.Message, reason string, dead bool, delay time.Duration)
+	tryClaim func(m *brokers.Message) (inbox.Verdict, error)
+	take     func() []*inbox.Head // what is due, leased for a minute
+	run      func(h *inbox.Head) error
 	// begin starts a run of a head and returns the function that ends it.
 	begin  func(h *inbox.Head) (end func())
 	fail   func(h *inbox.Head, attempts int, dead, continueAfterDead bool)
@@ -67,6 +67,13 @@ func onAllStores(t *testing.T, f func(b *bench)) {
 	})
 }
 
+func (b *bench) claim(m *brokers.Message) inbox.Verdict {
+	b.Helper()
+	v, err := b.tryClaim(m)
+	require.NoError(b, err)
+	return v
+}
+
 func benchOf[Tx any](t *testing.T, s inbox.Store[Tx], op *inbox.Operator) *bench {
 	unit := func(it *inbox.Item) inbox.Unit {
 		return inbox.Unit{Consumer: opConsumer, Items: []*inbox.Item{it}, ClaimTimeout: time.Second, HoldBehind: true}
@@ -84,16 +91,17 @@ func benchOf[Tx any](t *testing.T, s inbox.Store[Tx], op *inbox.Operator) *bench
 			require.NoError(t, err)
 			require.Equal(t, []inbox.Verdict{inbox.Recorded}, vs)
 		},
-		claim: func(m *brokers.Message) inbox.Verdict {
-			t.Helper()
+		tryClaim: func(m *brokers.Message) (inbox.Verdict, error) {
 			a, vs, err := s.Begin(t.Context(), unit(item(m)))
-			require.NoError(t, err)
-			if a != nil {
-				r, err := a.Commit(t.Context())
-				require.NoError(t, err)
-				require.Equal(t, inbox.CommitYes, r)
+			if err != nil {
+				return 0, err
 			}
-			return vs[0]
+			if a != nil {
+				if r, err := a.Commit(t.Context()); r != inbox.CommitYes {
+					return 0, fmt.Errorf("commit: %v %w", r, err)
+				}
+			}
+			return vs[0], nil
 		},
 		take: func() []*inbox.Head {
 			t.Helper()

@@ -147,12 +147,19 @@ func TestCleanupOfManyClaimsBesideNewOnes(t *testing.T) {
 		stop := make(chan struct{})
 		claims := 0
 		wg.Go(func() {
-			for ; ; claims++ {
+			for {
 				select {
 				case <-stop:
 					return
 				default:
-					assert.Equal(b, inbox.Claimed, b.claim(held(fmt.Sprint("new", claims), "")))
+				}
+				v, err := b.tryClaim(held(fmt.Sprint("new", claims), ""))
+				switch {
+				case errors.Is(err, inbox.ErrClaimTimeout): // SQLite takes turns
+				case assert.NoError(b, err) && assert.Equal(b, inbox.Claimed, v):
+					claims++
+				default:
+					return
 				}
 			}
 		})
@@ -166,6 +173,10 @@ func TestCleanupOfManyClaimsBesideNewOnes(t *testing.T) {
 				do(`UPDATE inbox_retention SET until = since`)
 			}
 			r, err := s.Retain(b.Context(), inbox.RetainRequest{Consumer: opConsumer, Owner: owner, Lease: time.Minute, Window: window, Batch: 700})
+			if errors.Is(err, inbox.ErrClaimTimeout) { // SQLite takes turns
+				steps--
+				continue
+			}
 			require.NoError(b, err)
 			require.True(b, r.Owner)
 			deleted += r.Deleted

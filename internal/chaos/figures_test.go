@@ -50,6 +50,9 @@ func (d *driver) check(prod *producer, err error) {
 	if r.inverted > 0 && d.broker.ordered() {
 		d.tellInversions(ctx)
 	}
+	if r.lost > 0 {
+		d.tellLost(ctx)
+	}
 	d.all.mu.Lock()
 	defer d.all.mu.Unlock()
 	assert.NoError(t, err)
@@ -70,6 +73,16 @@ func (d *driver) check(prod *producer, err error) {
 			t.Logf("the workers' log is kept in %s: %v", keep, os.WriteFile(keep, log, 0o600))
 		}
 	}
+}
+
+// tellLost logs the first few messages without an effect, and what is known of them.
+func (d *driver) tellLost(ctx context.Context) {
+	text, err := d.db.text(ctx, `SELECT coalesce(string_agg(format('%s of %s: claimed %s, held %s, in the outbox %s', id, key,
+			EXISTS (SELECT FROM processed_messages p WHERE p.message_id = o.id),
+			EXISTS (SELECT FROM held_messages h WHERE h.message_id = o.id),
+			EXISTS (SELECT FROM outbox_messages m WHERE m.message_id = o.id)), E'\n' ORDER BY n), '')
+		FROM (SELECT * FROM orders o WHERE NOT EXISTS (SELECT FROM effects e WHERE e.id = o.id) ORDER BY n LIMIT 20) o`)
+	d.t.Logf("lost (%v):\n%s", err, text)
 }
 
 // tellInversions logs the first few effects that came before an earlier one of their key.
