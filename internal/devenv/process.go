@@ -124,7 +124,15 @@ func orExit0(err error) error {
 
 // tail returns the last lines of the child's log.
 func (p *process) tail() string {
-	b, err := os.ReadFile(p.log)
+	if lines := tailOf(p.log); lines != "" {
+		return "\nthe last lines of its log:" + lines
+	}
+	return ""
+}
+
+// tailOf returns the last lines of a file, indented, each after a line break.
+func tailOf(file string) string {
+	b, err := os.ReadFile(file)
 	if err != nil || len(b) == 0 {
 		return ""
 	}
@@ -132,7 +140,7 @@ func (p *process) tail() string {
 	if len(lines) > 15 {
 		lines = lines[len(lines)-15:]
 	}
-	return "\nthe last lines of its log:\n  " + strings.ToValidUTF8(string(bytes.Join(lines, []byte("\n  "))), "?")
+	return "\n  " + strings.ToValidUTF8(string(bytes.Join(lines, []byte("\n  "))), "?")
 }
 
 // freePorts returns n ports of 127.0.0.1 that nobody listens on at the moment.

@@ -187,3 +187,30 @@ func endLeftover(r record) {
 		}
 	}
 }
+
+// logs returns the last lines of all logs in the directory.
+func (s *state) logs() string {
+	files, err := filepath.Glob(filepath.Join(s.dir, "*.log"))
+	if err != nil {
+		return err.Error()
+	}
+	var text strings.Builder
+	for _, f := range files {
+		if tail := tailOf(f); tail != "" {
+			text.WriteString(filepath.Base(f) + ":" + tail + "\n")
+		}
+	}
+	return text.String()
+}
+
+// Logs returns the last lines of the server's logs.
+func (p *Postgres) Logs() string { return p.st.logs() }
+
+// Logs returns the last lines of the server's logs.
+func (r *RabbitMQ) Logs() string { return r.st.logs() }
+
+// Logs returns the last lines of the server's logs.
+func (k *Kafka) Logs() string { return k.st.logs() }
+
+// Logs returns the last lines of the server's logs.
+func (s *SQS) Logs() string { return s.st.logs() }

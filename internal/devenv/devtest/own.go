@@ -49,7 +49,12 @@ func OwnKafka(t testing.TB, cfg ...devenv.KafkaConfig) *devenv.Kafka {
 	})
 }
 
-func own[S interface{ Close() error }](t testing.TB, service string, start func(context.Context) (S, error)) S {
+type server interface {
+	Close() error
+	Logs() string
+}
+
+func own[S server](t testing.TB, service string, start func(context.Context) (S, error)) S {
 	t.Helper()
 	ctx, cancel := context.WithTimeout(t.Context(), startTimeout)
 	defer cancel()
@@ -61,6 +66,9 @@ func own[S interface{ Close() error }](t testing.TB, service string, start func(
 		t.Fatalf("start a private %s: %v", service, err)
 	}
 	t.Cleanup(func() {
+		if t.Failed() {
+			t.Logf("the private %s has logged:\n%s", service, s.Logs())
+		}
 		if err := s.Close(); err != nil {
 			t.Errorf("stop the private %s: %v", service, err)
 		}
