@@ -77,8 +77,8 @@ func (d *driver) check(prod *producer, err error) {
 
 // tellLost logs the first few messages without an effect, and what is known of them.
 func (d *driver) tellLost(ctx context.Context) {
-	text, err := d.db.text(ctx, `SELECT coalesce(string_agg(format('%s of %s: claimed %s, held %s, in the outbox %s', id, key,
-			EXISTS (SELECT FROM processed_messages p WHERE p.message_id = o.id),
+	text, err := d.db.text(ctx, `SELECT coalesce(string_agg(format('%s of %s: claim: %s; held %s, in the outbox %s', id, key,
+			coalesce((SELECT format('state %s, %s', state, processed_at) FROM processed_messages p WHERE p.message_id = o.id), 'none'),
 			EXISTS (SELECT FROM held_messages h WHERE h.message_id = o.id),
 			EXISTS (SELECT FROM outbox_messages m WHERE m.message_id = o.id)), E'\n' ORDER BY n), '')
 		FROM (SELECT * FROM orders o WHERE NOT EXISTS (SELECT FROM effects e WHERE e.id = o.id) ORDER BY n LIMIT 20) o`)
