@@ -2,6 +2,7 @@ package kafka
 
 import (
 	"context"
+	"errors"
 	"fmt"
 	"strings"
 	"sync"
@@ -94,9 +95,17 @@ func (r *rig) put(partition, from, to int) {
 
 func (r *rig) write(partition int, recs ...protocol.Record) {
 	r.t.Helper()
-	res, err := r.admin.Produce(context.Background(), &kafka.ProduceRequest{
-		Topic: r.topic, Partition: partition, RequiredAcks: kafka.RequireAll, Records: protocol.NewRecordReader(recs...),
-	})
+	var res *kafka.ProduceResponse
+	var err error
+	for until := time.Now().Add(patience); time.Now().Before(until); time.Sleep(50 * time.Millisecond) {
+		res, err = r.admin.Produce(context.Background(), &kafka.ProduceRequest{
+			Topic: r.topic, Partition: partition, RequiredAcks: kafka.RequireAll, Records: protocol.NewRecordReader(recs...),
+		})
+		// The client learns of a new partition late; nothing was sent then.
+		if !errors.Is(err, protocol.ErrNoPartition) && !errors.Is(err, protocol.ErrNoLeader) {
+			break
+		}
+	}
 	require.NoError(r.t, err)
 	require.NoError(r.t, res.Error)
 }
