@@ -3,28 +3,23 @@ package consumer
 import (
 	"context"
 	"math/rand/v2"
-	"sync"
 	"time"
 
 	"github.com/twiceproof/twiceproof/brokers"
 )
 
-// gate is closed while the database cannot be used: nothing is received and no
-// attempt starts until a probe succeeds. An outage counts for no message.
+// gate is shut while the database cannot be used: nothing is received and no attempt
+// starts until a probe succeeds. An outage counts for no message.
 type gate struct {
-	check  func(ctx context.Context) error
-	report func(err error)
-	relax  func() // gives back what cannot be kept any longer
-
-	mu      sync.Mutex
-	open    chan struct{} // closed while the gate is open
+	*valve
+	check   func(ctx context.Context) error
+	report  func(err error)
+	relax   func() // gives back what cannot be kept any longer
 	tripped chan struct{}
 }
 
 func newGate[Tx any](l *loop[Tx]) *gate {
-	open := make(chan struct{})
-	close(open)
-	return &gate{open: open, tripped: make(chan struct{}, 1), check: l.store.Check,
+	return &gate{valve: newValve(), tripped: make(chan struct{}, 1), check: l.store.Check,
 		report: func(err error) {
 			l.st.report("database", err)
 			if err != nil {
@@ -36,41 +31,15 @@ func newGate[Tx any](l *loop[Tx]) *gate {
 		relax: l.relax}
 }
 
-// trip closes the gate.
+// trip shuts the gate.
 func (g *gate) trip(err error) {
-	g.mu.Lock()
-	defer g.mu.Unlock()
-	if !isClosed(g.open) {
-		return
-	}
-	g.open = make(chan struct{})
-	g.report(err)
-	select {
-	case g.tripped <- struct{}{}:
-	default:
+	if g.shut() {
+		g.report(err)
+		g.tripped <- struct{}{} // its place is free: run opens the gate after it took the last one
 	}
 }
 
-func (g *gate) isOpen() bool {
-	g.mu.Lock()
-	defer g.mu.Unlock()
-	return isClosed(g.open)
-}
-
-// wait blocks while the gate is closed; false when ctx ended.
-func (g *gate) wait(ctx context.Context) bool {
-	g.mu.Lock()
-	open := g.open
-	g.mu.Unlock()
-	select {
-	case <-open:
-		return ctx.Err() == nil
-	case <-ctx.Done():
-		return false
-	}
-}
-
-// run probes with backoff whenever the gate is closed, until ctx ends.
+// run probes with backoff whenever the gate is shut, until ctx ends.
 func (g *gate) run(ctx context.Context) {
 	for {
 		select {
@@ -90,10 +59,8 @@ func (g *gate) run(ctx context.Context) {
 			}
 			g.relax()
 		}
-		g.mu.Lock()
-		close(g.open)
-		g.mu.Unlock()
-		g.report(nil)
+		g.report(nil) // before another trip can report
+		g.open()
 	}
 }
 

@@ -25,7 +25,7 @@ type Runner struct {
 // state is what a Runner shows of its inner loop.
 type state struct {
 	stats   counters
-	pause   *pause
+	pause   *valve
 	mu      sync.Mutex
 	stop    context.CancelCauseFunc
 	done    chan struct{}
@@ -67,7 +67,7 @@ func New[Tx any](s inbox.Store[Tx], src brokers.Source, h Handler[Tx], cfg Confi
 	if err != nil {
 		return nil, err
 	}
-	st := &state{done: make(chan struct{}), health: map[string]error{}, pause: newPause()}
+	st := &state{done: make(chan struct{}), health: map[string]error{}, pause: newValve()}
 	l := &loop[Tx]{cfg: cfg, store: s, src: src, handler: h, st: st, jobs: lanes.New[*job](), wake: make(chan struct{}, 1)}
 	l.gate, l.pause = newGate(l), st.pause
 	l.budget = newBudget(cfg.RetryBudget, cfg.Concurrency)
@@ -177,7 +177,7 @@ type loop[Tx any] struct {
 	suspects *suspects
 	leaving  sync.WaitGroup // lanes that are being left
 	budget   *budget
-	pause    *pause
+	pause    *valve
 
 	deadLetter func(ctx context.Context, tx Tx, it *inbox.Item, o outcome, death int) error // nil: nobody wants it
 
@@ -329,9 +329,13 @@ func (l *loop[Tx]) intake(ctx context.Context) error {
 			}
 			n = 1
 		}
+		// A Receive that waits on, while nobody could process what it returns, would keep
+		// messages from consumers that can.
 		receive, cancel := l.pause.during(ctx)
+		receive, cancelToo := l.gate.during(receive)
 		ds, err := l.src.Receive(receive, n)
 		paused := receive.Err() != nil
+		cancelToo()
 		cancel()
 		for _, d := range ds {
 			l.accept(d)

@@ -5,52 +5,65 @@ import (
 	"sync"
 )
 
-// pause stops the intake on request.
-type pause struct {
-	mu      sync.Mutex
-	resumed chan struct{}      // closed while not paused
-	cancel  context.CancelFunc // ends the Receive that is waiting
+// valve stops the intake while it is shut.
+type valve struct {
+	mu     sync.Mutex
+	opened chan struct{}      // closed while it is open
+	cancel context.CancelFunc // ends the Receive that is waiting
 }
 
-func newPause() *pause {
-	p := &pause{resumed: make(chan struct{}), cancel: func() {}}
-	close(p.resumed)
-	return p
+func newValve() *valve {
+	v := &valve{opened: make(chan struct{}), cancel: func() {}}
+	close(v.opened)
+	return v
 }
 
-func (p *pause) set(paused bool) {
-	p.mu.Lock()
-	defer p.mu.Unlock()
-	switch {
-	case isClosed(p.resumed) != paused:
-	case paused:
-		p.resumed = make(chan struct{})
-		p.cancel()
-	default:
-		close(p.resumed)
+// shut reports false when it was shut already.
+func (v *valve) shut() bool {
+	v.mu.Lock()
+	defer v.mu.Unlock()
+	if !isClosed(v.opened) {
+		return false
+	}
+	v.opened = make(chan struct{})
+	v.cancel()
+	return true
+}
+
+func (v *valve) open() {
+	v.mu.Lock()
+	defer v.mu.Unlock()
+	if !isClosed(v.opened) {
+		close(v.opened)
 	}
 }
 
-// wait blocks while paused; false when ctx ended.
-func (p *pause) wait(ctx context.Context) bool {
-	p.mu.Lock()
-	resumed := p.resumed
-	p.mu.Unlock()
+func (v *valve) isOpen() bool {
+	v.mu.Lock()
+	defer v.mu.Unlock()
+	return isClosed(v.opened)
+}
+
+// wait blocks while it is shut; false when ctx ended.
+func (v *valve) wait(ctx context.Context) bool {
+	v.mu.Lock()
+	opened := v.opened
+	v.mu.Unlock()
 	select {
-	case <-resumed:
+	case <-opened:
 		return ctx.Err() == nil
 	case <-ctx.Done():
 		return false
 	}
 }
 
-// during returns a context that also ends with the next pause.
-func (p *pause) during(ctx context.Context) (context.Context, context.CancelFunc) {
+// during returns a context that also ends when it is shut.
+func (v *valve) during(ctx context.Context) (context.Context, context.CancelFunc) {
 	ctx, cancel := context.WithCancel(ctx)
-	p.mu.Lock()
-	defer p.mu.Unlock()
-	p.cancel = cancel
-	if !isClosed(p.resumed) {
+	v.mu.Lock()
+	defer v.mu.Unlock()
+	v.cancel = cancel
+	if !isClosed(v.opened) {
 		cancel()
 	}
 	return ctx, cancel
@@ -58,7 +71,7 @@ func (p *pause) during(ctx context.Context) (context.Context, context.CancelFunc
 
 // Pause stops receiving and the retries of held messages. What is in hand is
 // finished. It may be called before Run, and again.
-func (r *Runner) Pause() { r.state.pause.set(true) }
+func (r *Runner) Pause() { r.state.pause.shut() }
 
 // Resume ends a Pause.
-func (r *Runner) Resume() { r.state.pause.set(false) }
+func (r *Runner) Resume() { r.state.pause.open() }
