@@ -4,6 +4,9 @@ import (
 	"context"
 	"errors"
 	"fmt"
+	"log/slog"
+	"os"
+	"strings"
 	"sync"
 	"sync/atomic"
 	"testing"
@@ -15,6 +18,7 @@ import (
 	"github.com/twiceproof/twiceproof/brokers"
 	"github.com/twiceproof/twiceproof/brokers/rabbitmq"
 	"github.com/twiceproof/twiceproof/consumer"
+	"github.com/twiceproof/twiceproof/internal/devenv"
 	"github.com/twiceproof/twiceproof/internal/devenv/devtest"
 )
 
@@ -24,7 +28,10 @@ import (
 // rabbitQueue returns a source and a publisher of a fresh queue, and a way to count
 // what is ready in it and in its dead letters.
 func rabbitQueue(t *testing.T, change func(*rabbitmq.SourceConfig)) (src brokers.Source, publish func(ms ...*brokers.Message), ready func() (queue, dead int)) {
-	url := devtest.RabbitMQURL(t)
+	return rabbitQueueAt(t, devtest.RabbitMQURL(t), change)
+}
+
+func rabbitQueueAt(t *testing.T, url string, change func(*rabbitmq.SourceConfig)) (src brokers.Source, publish func(ms ...*brokers.Message), ready func() (queue, dead int)) {
 	name := devtest.Name("runner")
 	cfg := rabbitmq.SourceConfig{URL: url, Queue: name, Topology: rabbitmq.Declare}
 	if change != nil {
@@ -162,4 +169,71 @@ func TestOutageOnRabbitMQUsesUpNoDeliveryLimit(t *testing.T) {
 	require.Zero(t, r.Stats().Dead+r.Stats().Failures+r.Stats().Released)
 	q, dead := ready()
 	require.Zero(t, q+dead)
+}
+
+// The database is away for longer than the broker lets a delivery be held: everything
+// goes back before that, once, and comes again when it can be processed. The broker
+// never closes the channel (zulip/zulip#39661, celery/celery#6760), and no limit is used up.
+// Short: 15 s against a consumer_timeout of 6 s; with TWICEPROOF_CHAOS=long 5 minutes
+// against 2.
+func TestOutageOnRabbitMQLongerThanTheConsumerTimeout(t *testing.T) {
+	t.Parallel()
+	timeout, hold, outage := 6*time.Second, 2*time.Second, 15*time.Second
+	if os.Getenv("TWICEPROOF_CHAOS") == "long" {
+		timeout, hold, outage = 2*time.Minute, 90*time.Second, 5*time.Minute
+	}
+	node := devtest.OwnRabbitMQ(t, devenv.RabbitMQConfig{
+		Conf: fmt.Sprintf("consumer_timeout = %d", timeout.Milliseconds()), Advanced: "[{rabbit,[{channel_tick_interval,500}]}].",
+	})
+	src, publish, ready := rabbitQueueAt(t, node.URL(), func(c *rabbitmq.SourceConfig) { c.DeliveryLimit, c.MaxHold = 2, hold })
+	var log syncBuffer
+	cfg := quick()
+	cfg.MaxAttempts, cfg.Logger = 1, slog.New(slog.NewTextHandler(&log, nil))
+	r, db := rabbitRunner(t, src, cfg, onlyEffect)
+	db.cut.down.Store(true)
+	var ms []*brokers.Message
+	for i := range 50 {
+		ms = append(ms, msg("", fmt.Sprint(i), fmt.Sprint("k", i%5), "x"))
+	}
+	began := time.Now()
+	publish(ms...)
+	require.Eventually(t, func() bool { return r.Stats().Released > 0 }, outage, 50*time.Millisecond, "given back within the hold")
+	require.Less(t, time.Since(began), timeout)
+	<-time.After(time.Until(began.Add(outage)))
+	require.ErrorIs(t, r.Healthy(), errCut)
+	db.cut.down.Store(false)
+	t.Cleanup(func() {
+		if t.Failed() {
+			q, dead := ready()
+			t.Logf("%+v, %d in the queue, %d dead there\n%s", r.Stats(), q, dead, log.String())
+		}
+	})
+	eventually(t, "all", func() bool { return r.Stats().Processed == 50 })
+	require.NoError(t, r.stop())
+	s := r.Stats()
+	require.Zero(t, s.Dead+s.Failures+s.Held+s.Lost)
+	require.LessOrEqual(t, s.Received, int64(100), "each at most once more")
+	require.NotContains(t, log.String(), "disconnected")
+	require.Equal(t, 50, db.query(t, `SELECT count(*) FROM effects`))
+	require.Equal(t, 50, db.query(t, `SELECT count(DISTINCT id) FROM effects`))
+	q, dead := ready()
+	require.Zero(t, q+dead)
+}
+
+// syncBuffer is a log that a test reads while it is written.
+type syncBuffer struct {
+	mu sync.Mutex
+	b  strings.Builder
+}
+
+func (b *syncBuffer) Write(p []byte) (int, error) {
+	b.mu.Lock()
+	defer b.mu.Unlock()
+	return b.b.Write(p)
+}
+
+func (b *syncBuffer) String() string {
+	b.mu.Lock()
+	defer b.mu.Unlock()
+	return b.b.String()
 }

@@ -36,14 +36,17 @@ type session struct {
 
 	closes     chan *amqp.Error
 	cancels    chan string
-	deliveries <-chan amqp.Delivery
-	ended      chan struct{} // closed by end
+	deliveries <-chan amqp.Delivery // serve's; nil while it rests
+	ended      chan struct{}        // closed by end
 
 	lastAck atomic.Int64 // Unix nanoseconds; 0: none yet
 
-	mu    sync.Mutex
-	open  map[uint64]*held // by delivery tag: what the broker waits for
-	cause error            // why it ended; nil while it lives
+	mu         sync.Mutex
+	open       map[uint64]*held // by delivery tag: what the broker waits for
+	cause      error            // why it ended; nil while it lives
+	tag        string           // the consumer's
+	subscribed int              // how often it has subscribed
+	resting    bool             // the consumer is cancelled, or about to be
 }
 
 // state of a delivery.
@@ -87,8 +90,7 @@ func (s *Source) subscribe(ctx context.Context, cn *conn) (*session, error) {
 		if err := ch.Qos(s.prefetch, 0, false); err != nil {
 			return err
 		}
-		tag := "twiceproof-" + strconv.FormatUint(ss.lane.Epoch, 10)
-		ss.deliveries, err = ch.Consume(s.cfg.Queue, tag, false, false, false, false, amqp.Table(s.cfg.ConsumerArgs))
+		ss.deliveries, err = ss.consume()
 		return err
 	})
 	if err != nil {
@@ -100,6 +102,17 @@ func (s *Source) subscribe(ctx context.Context, cn *conn) (*session, error) {
 	return ss, nil
 }
 
+// consume subscribes under a tag that the channel has not had: to a consumer that comes
+// back a quorum queue delivers once more what it has in hand.
+func (ss *session) consume() (<-chan amqp.Delivery, error) {
+	ss.mu.Lock()
+	ss.subscribed++
+	ss.tag = fmt.Sprintf("twiceproof-%d-%d", ss.lane.Epoch, ss.subscribed)
+	tag := ss.tag
+	ss.mu.Unlock()
+	return ss.ch.Consume(ss.s.cfg.Queue, tag, false, false, false, false, amqp.Table(ss.s.cfg.ConsumerArgs))
+}
+
 // serve moves deliveries into the Source's buffer until the session ends, by the
 // broker, by end, or by ctx. It returns why.
 func (ss *session) serve(ctx context.Context) error {
@@ -107,13 +120,34 @@ func (ss *session) serve(ctx context.Context) error {
 	defer hold.Stop()
 	cancels := ss.cancels
 	for {
+		var wanted <-chan struct{}
+		var closes <-chan *amqp.Error
+		if ss.deliveries == nil { // resting
+			wanted, closes = ss.s.wanted, ss.closes
+			if ss.s.asked() {
+				if err := ss.wake(ctx); err != nil {
+					ss.end(err)
+					return ss.endedBy()
+				}
+				continue
+			}
+		}
 		select {
 		case d, ok := <-ss.deliveries:
-			if !ok {
+			switch {
+			case ok:
+				ss.accept(&d)
+			case ss.rests() && !ss.ch.IsClosed():
+				ss.deliveries = nil
+				ss.rested()
+			default:
 				ss.end(ss.reason())
 				return ss.endedBy()
 			}
-			ss.accept(&d)
+		case <-wanted:
+		case e := <-closes:
+			ss.end(ss.closed(e))
+			return ss.endedBy()
 		case _, ok := <-cancels:
 			if !ok { // the channel is closed, and deliveries will say why
 				cancels = nil
@@ -135,7 +169,6 @@ func (ss *session) serve(ctx context.Context) error {
 // reason says why the deliveries channel was closed. The library closes it after it
 // has sent the reason, and the connection's one where the whole connection ended.
 func (ss *session) reason() error {
-	op := fmt.Sprintf("consume %q", ss.lane.Name)
 	select {
 	case _, ok := <-ss.cancels:
 		if ok {
@@ -145,12 +178,23 @@ func (ss *session) reason() error {
 	}
 	select {
 	case e := <-ss.closes:
-		if e != nil {
-			return classify(op, e)
-		}
+		return ss.closed(e)
 	default:
+		return ss.closed(nil)
 	}
-	return classify(op, amqp.ErrClosed)
+}
+
+func (ss *session) closed(e *amqp.Error) error {
+	if e == nil {
+		e = amqp.ErrClosed
+	}
+	return classify(fmt.Sprintf("consume %q", ss.lane.Name), e)
+}
+
+func (ss *session) rests() bool {
+	ss.mu.Lock()
+	defer ss.mu.Unlock()
+	return ss.resting
 }
 
 func (ss *session) cancelled() error {
@@ -260,16 +304,28 @@ func (ss *session) expire(now time.Time) {
 		ss.end(&brokers.Error{Class: brokers.Retryable, Op: "hold", Err: errors.Join(errGivenBack, err)})
 		return
 	}
-	for _, h := range old {
-		delete(ss.open, h.tag)
-		h.state = stateLost
-	}
 	ss.mu.Unlock()
 	ss.s.log.Warn("giving back: "+err.Error(), "epoch", ss.lane.Epoch)
-	ss.s.forget(old)
-	slices.SortFunc(old, func(a, b *held) int { return cmp.Compare(a.tag, b.tag) })
-	for _, h := range old {
-		h.cancel(brokers.ErrOwnershipLost)
-		_ = ss.ch.Nack(h.tag, false, true) // fails with the session only, which ends it
+	if unheard := ss.s.forget(old); len(unheard) > 0 {
+		ss.rest(context.Background())
+	}
+	ss.giveBack(old)
+}
+
+// giveBack puts deliveries back into the queue that the runner has not settled.
+func (ss *session) giveBack(hs []*held) {
+	slices.SortFunc(hs, func(a, b *held) int { return cmp.Compare(a.tag, b.tag) })
+	for _, h := range hs {
+		ss.mu.Lock()
+		open := h.state == stateOpen
+		if open {
+			delete(ss.open, h.tag)
+			h.state = stateLost
+		}
+		ss.mu.Unlock()
+		if open {
+			h.cancel(brokers.ErrOwnershipLost)
+			_ = ss.ch.Nack(h.tag, false, true) // fails with the session only, which ends it
+		}
 	}
 }

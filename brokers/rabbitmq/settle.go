@@ -39,6 +39,9 @@ func (s *Source) Settle(ctx context.Context, ss ...brokers.Settlement) []error {
 		case st.Verb == brokers.Release && s.cfg.SingleActiveConsumer:
 			back = append(back, i)
 		default:
+			if st.Verb == brokers.Release {
+				h.sess.rest(ctx)
+			}
 			errs[i] = h.settle(st.Verb)
 		}
 		if errors.Is(errs[i], brokers.ErrOwnershipLost) {

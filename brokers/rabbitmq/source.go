@@ -44,8 +44,10 @@ type Source struct {
 	conn    *conn
 	sess    *session // the live one; nil while there is none
 	buf     []*brokers.Delivery
+	waiting int // Receives that wait
 	fatal   error
 	arrived chan struct{} // cap 1: something for Receive to look at
+	wanted  chan struct{} // cap 1: a Receive waits
 	stop    context.CancelCauseFunc
 	done    chan struct{} // closed when run has ended
 }
@@ -65,7 +67,7 @@ func NewSource(cfg SourceConfig) (*Source, error) {
 	if err != nil {
 		return nil, err
 	}
-	return &Source{cfg: cfg, cc: cc, log: slog.New(slog.DiscardHandler), arrived: make(chan struct{}, 1), done: make(chan struct{})}, nil
+	return &Source{cfg: cfg, cc: cc, log: slog.New(slog.DiscardHandler), arrived: make(chan struct{}, 1), wanted: make(chan struct{}, 1), done: make(chan struct{})}, nil
 }
 
 // Open implements [brokers.Source]. A broker that cannot be reached is tried again
@@ -127,6 +129,9 @@ func (s *Source) run(ctx context.Context, ss *session) {
 			tries = 0
 		}
 		if !sleep(ctx, backoff(tries)) {
+			return
+		}
+		if errors.Is(err, errGivenBack) && !s.awaitReceive(ctx) {
 			return
 		}
 		tries++
@@ -267,15 +272,23 @@ func (s *Source) drop(ss *session) {
 	s.buf = slices.DeleteFunc(s.buf, func(d *brokers.Delivery) bool { return d.Handle.(*held).sess == ss })
 }
 
-// forget removes deliveries that were given back before they were handed over.
-func (s *Source) forget(hs []*held) {
+// forget takes back deliveries that are to go back, and returns those that were not
+// handed over.
+func (s *Source) forget(hs []*held) (unheard []*held) {
 	gone := make(map[*held]bool, len(hs))
 	for _, h := range hs {
 		gone[h] = true
 	}
 	s.mu.Lock()
 	defer s.mu.Unlock()
-	s.buf = slices.DeleteFunc(s.buf, func(d *brokers.Delivery) bool { return gone[d.Handle.(*held)] })
+	s.buf = slices.DeleteFunc(s.buf, func(d *brokers.Delivery) bool {
+		h := d.Handle.(*held)
+		if gone[h] {
+			unheard = append(unheard, h)
+		}
+		return gone[h]
+	})
+	return unheard
 }
 
 func (s *Source) fail(err error) {
@@ -314,10 +327,12 @@ func (s *Source) Receive(ctx context.Context, limit int) ([]*brokers.Delivery, e
 		if len(ds) > 0 || err != nil {
 			return ds, err
 		}
+		s.asking(+1)
 		select {
 		case <-s.arrived:
 		case <-ctx.Done():
 		}
+		s.asking(-1)
 	}
 }
 

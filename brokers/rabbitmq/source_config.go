@@ -88,7 +88,8 @@ type SourceConfig struct {
 	// MaxHold is how long a delivery may stay unsettled, counted from its arrival. It
 	// must be shorter than the broker's consumer_timeout (30 min by default), which
 	// closes the channel and takes back everything on it; the Source gives the one
-	// message back at MaxHold and ends its Context. 0 means 25 min.
+	// message back at MaxHold and ends its Context. When nobody receives, it does not come
+	// again until somebody does. 0 means 25 min.
 	MaxHold time.Duration
 	// MissingFor is how long the queue may be missing after Open (deleted, failing
 	// over) before Receive returns an error of class Fatal. 0 means 60 s.
