@@ -6,6 +6,8 @@ import (
 	"math/rand/v2"
 	"sync"
 	"time"
+
+	"github.com/twiceproof/twiceproof/inbox"
 )
 
 // Breaker says when so many runs fail that the handler's downstream must be out. Then
@@ -144,3 +146,41 @@ func (b *breaker) probed(failed, neutral bool) {
 }
 
 func (b *breaker) schedule() { b.next = time.Now().Add(b.pause/2 + rand.N(b.pause/2+1)) }
+
+// enter waits while the breaker is open, unless the job is to be its probe. It reports
+// false when the job was given back instead.
+func (l *loop[Tx]) enter(j *job) bool {
+	if !l.breaker.isOpen() {
+		j.probe = false
+		return true
+	}
+	ctx := l.stopping
+	if limit := l.holdLimit(); limit > 0 && j.d != nil {
+		var cancel context.CancelFunc
+		ctx, cancel = context.WithDeadline(ctx, j.received.Add(limit))
+		defer cancel()
+	}
+	var ok bool
+	if j.probe, ok = l.breaker.enter(ctx); ok {
+		return true
+	}
+	l.release(j)
+	if l.stopping.Err() == nil {
+		l.giveBackQueued()
+	}
+	return false
+}
+
+// judged tells the breaker how a run ended.
+func (l *loop[Tx]) judged(j *job, failed, neutral bool, err error) {
+	l.breaker.ended(j.probe, failed, neutral, err)
+	j.probe = false
+}
+
+// blameless: the run was the breaker's probe and failed as it had to.
+func (l *loop[Tx]) blameless(j *job, o outcome, err error) bool {
+	may := !o.discard && o.reason != inbox.ReasonUnknownType && o.failure.Class != "permanent"
+	probe := j.probe
+	l.judged(j, may, !may, err)
+	return probe && may
+}

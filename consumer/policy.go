@@ -1,6 +1,7 @@
 package consumer
 
 import (
+	"math/rand/v2"
 	"sync"
 	"time"
 )
@@ -82,4 +83,14 @@ func (b *budget) add(n float64) {
 	b.mu.Lock()
 	defer b.mu.Unlock()
 	b.tokens = min(b.limit, b.tokens+n)
+}
+
+// backoff doubles from first to limit, with full jitter.
+func backoff(first, limit time.Duration, n int) time.Duration {
+	d := first
+	for i := 1; i < n && d < limit; i++ {
+		d *= 2
+	}
+	d = min(d, limit)
+	return d/10 + rand.N(d)
 }
