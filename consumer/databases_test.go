@@ -46,6 +46,7 @@ const effects = `CREATE TABLE effects (seq BIGINT, id TEXT, key TEXT, n INTEGER)
 // cut makes every call of a store fail while it is down.
 type cut struct {
 	down  atomic.Bool
+	next  atomic.Bool  // down from the next claim on: something has been received then
 	calls atomic.Int64 // that failed
 	// take, if set, stands between the runner and TakeHeads.
 	take func(ctx context.Context, take func(context.Context) ([]*inbox.Head, error)) ([]*inbox.Head, error)
@@ -72,6 +73,9 @@ func (s cutStore[Tx]) SingleWriter() bool {
 }
 
 func (s cutStore[Tx]) Begin(ctx context.Context, u inbox.Unit) (inbox.Attempt[Tx], []inbox.Verdict, error) {
+	if s.next.CompareAndSwap(true, false) {
+		s.down.Store(true)
+	}
 	if err := s.err(); err != nil {
 		return nil, nil, err
 	}

@@ -196,7 +196,7 @@ func TestOutageOnKafkaLongerThanTheSessionKeepsTheMembership(t *testing.T) {
 	t.Parallel()
 	k, db := newKafkaTopic(t, 2), postgres(t)
 	r := k.run(db, quick(), onlyEffect)
-	db.cut.down.Store(true)
+	db.cut.next.Store(true)
 	var ms []*brokers.Message
 	for i := range 30 {
 		ms = append(ms, msg("", fmt.Sprintf("%02d", i), fmt.Sprint("k", i%3), "x"))

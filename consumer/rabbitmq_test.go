@@ -156,7 +156,7 @@ func TestOutageOnRabbitMQUsesUpNoDeliveryLimit(t *testing.T) {
 	cfg := quick()
 	cfg.MaxAttempts = 1
 	r, db := rabbitRunner(t, src, cfg, func(_ context.Context, exec execFunc, m *consumer.Message) error { return effect(exec, m) })
-	db.cut.down.Store(true)
+	db.cut.next.Store(true)
 	var ms []*brokers.Message
 	for i := range 50 {
 		ms = append(ms, msg("", fmt.Sprint(i), fmt.Sprint("k", i%5), "x"))
@@ -190,7 +190,7 @@ func TestOutageOnRabbitMQLongerThanTheConsumerTimeout(t *testing.T) {
 	cfg := quick()
 	cfg.MaxAttempts, cfg.Logger = 1, slog.New(slog.NewTextHandler(&log, nil))
 	r, db := rabbitRunner(t, src, cfg, onlyEffect)
-	db.cut.down.Store(true)
+	db.cut.next.Store(true)
 	var ms []*brokers.Message
 	for i := range 50 {
 		ms = append(ms, msg("", fmt.Sprint(i), fmt.Sprint("k", i%5), "x"))

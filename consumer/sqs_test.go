@@ -452,7 +452,7 @@ func TestOutageOnSQSLongerThanTheVisibilityUsesUpNoReceive(t *testing.T) {
 	q, db := newSQSQueue(t, true, nil), postgres(t)
 	dead := q.deadLetters(true, 1)
 	r := q.run(db, quick(), onlyEffect)
-	db.cut.down.Store(true)
+	db.cut.next.Store(true)
 	var ms []*brokers.Message
 	for i := range 30 {
 		ms = append(ms, msg("", fmt.Sprintf("%02d", i), fmt.Sprint("k", i%3), "x"))
