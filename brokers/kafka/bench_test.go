@@ -16,9 +16,11 @@ import (
 )
 
 // Each pair runs on the same topic of the same broker in one run; only their ratio
-// means anything. Run them with a fixed number of messages:
+// means anything. Run them with a fixed number of messages, and in turns, for the broker
+// warms up (-count repeats each one by itself):
 //
-//	go run ./cmd/devenv -only kafka -- go test -run - -bench . -benchtime 1000000x -count 5 ./brokers/kafka
+//	go build -o devenv ./cmd/devenv
+//	./devenv -only kafka -- sh -c 'for i in 1 2 3 4 5 6; do go test -run - -bench . -benchtime 1000000x ./brokers/kafka; done'
 
 const benchPartitions = 6
 

@@ -192,7 +192,10 @@ func (l *lane) fetch(ctx context.Context) error {
 	pos := l.position()
 	call, cancel := context.WithTimeout(ctx, callTimeout)
 	defer cancel()
-	res, err := l.g.c.rt.RoundTrip(call, l.g.c.Addr, newFetch(l.topic, l.num, pos, l.g.fetchBytes, !s.cfg.ReadUncommitted))
+	req := newFetch(l.topic, l.num, pos, l.g.fetchBytes, !s.cfg.ReadUncommitted)
+	// After an error somebody may still write to it.
+	req.into, l.spare = l.spare, nil
+	res, err := l.g.c.rt.RoundTrip(call, l.g.c.Addr, req)
 	if err != nil {
 		return causeOf(call, err)
 	}
@@ -209,9 +212,13 @@ func (l *lane) fetch(ctx context.Context) error {
 	if !s.cfg.ReadUncommitted && p.stable >= 0 {
 		end = p.stable
 	}
+	l.unpacker.kept = false
 	rs, next, err := l.decode(p, pos)
 	if err != nil {
 		return err
+	}
+	if !l.unpacker.kept && len(p.body) <= 2*l.g.fetchBytes { // a single batch may be larger
+		l.spare = p.body
 	}
 	if l.add(rs, next, end) {
 		// Markers and holes at the end of the log: the group's lag shall reach 0.
@@ -274,6 +281,7 @@ func (l *lane) decode(p *fetchedPartition, pos int64) (rs []*record, next int64,
 		case b.tx && !s.cfg.ReadUncommitted && tx.aborting[b.producer]:
 		default:
 			slab := make([]record, min(b.count, slabSize))
+			rs = slices.Grow(rs, min(b.count, len(b.data)))
 			err := b.records(func(one *rec) error {
 				if one.offset < next { // a batch begins before the position that was asked for
 					return nil

@@ -25,6 +25,7 @@ type lane struct {
 	wake   chan struct{} // cap 1: there may be room to fetch
 
 	unpacker unpacker // the fetcher's
+	spare    []byte   // the fetcher's: memory for the next answer
 
 	tracker   prefix.Tracker
 	resolved  bool

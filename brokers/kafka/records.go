@@ -90,7 +90,9 @@ func nextBatch(set []byte, u *unpacker) (*batch, []byte, error) {
 	b.first, b.max = timeOf(r.int64()), timeOf(r.int64())
 	b.producer = r.int64()
 	r.bytes(2 + 4) // the producer's epoch and sequence
-	b.count = int(r.int32())
+	if b.count = int(r.int32()); b.count < 0 {
+		return nil, nil, fmt.Errorf("%w at offset %d: it says that it has %d records", errCorrupt, b.base, b.count)
+	}
 	b.tx, b.control, b.appended = attr&attrTx != 0, attr&attrControl != 0, attr&attrAppended != 0
 	var err error
 	b.data, err = u.unpack(r.b, compress.Compression(attr&attrCodec))
@@ -112,11 +114,13 @@ func timeOf(ms int64) time.Time {
 type unpacker struct {
 	limit int     // bytes of one batch
 	ratio float64 // of the last batch: how much larger it became
+	kept  bool    // a batch was not packed: its records are parts of the answer itself
 }
 
 // unpack decompresses. The buffer it returns is nobody else's, or p itself.
 func (u *unpacker) unpack(p []byte, c compress.Compression) ([]byte, error) {
 	if c == compress.None || len(p) == 0 {
+		u.kept = true
 		return p, nil
 	}
 	codec := c.Codec()

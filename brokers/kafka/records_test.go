@@ -164,6 +164,15 @@ func TestDamageIsNoticed(t *testing.T) {
 	}
 }
 
+// A checksum says what was written, not that it makes sense.
+func TestABatchOfLessThanNoRecordsIsDamage(t *testing.T) {
+	t.Parallel()
+	b := encode(t, 2, compress.None, value("a"))
+	binary.BigEndian.PutUint32(b[batchHeader-4:], 1<<31)
+	_, _, err := readAll(seal(b), 1<<20)
+	require.ErrorIs(t, err, errCorrupt)
+}
+
 // A few bytes on the wire are no reason to take gigabytes of memory.
 func TestABatchIsUnpackedToALimit(t *testing.T) {
 	t.Parallel()

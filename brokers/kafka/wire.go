@@ -29,6 +29,7 @@ var errAnswer = errors.New("the broker's answer makes no sense")
 type rawFetch struct {
 	fetch.Request
 	version int16
+	into    []byte // for the answer, if it is large enough
 }
 
 var _ protocol.RawExchanger = (*rawFetch)(nil)
@@ -71,7 +72,10 @@ func (f *rawFetch) RawExchange(rw io.ReadWriter) (protocol.Message, error) {
 	if size < 0 || size > maxAnswer || binary.BigEndian.Uint32(head[4:]) != correlation {
 		return nil, fmt.Errorf("%w: %d bytes", errAnswer, size)
 	}
-	body := make([]byte, size)
+	body := f.into[:0]
+	if body = body[:min(size, int64(cap(body)))]; int64(len(body)) < size {
+		body = make([]byte, size)
+	}
 	if _, err := io.ReadFull(rw, body); err != nil {
 		return nil, err
 	}
@@ -85,6 +89,7 @@ type fetchedPartition struct {
 	stable    int64 // last stable offset, or -1
 	aborted   []fetch.ResponseTransaction
 	recordSet []byte
+	body      []byte // all of it
 }
 
 // ApiKey implements protocol.Message.
@@ -93,7 +98,7 @@ func (*fetchedPartition) ApiKey() protocol.ApiKey { return protocol.Fetch }
 // parseFetched reads the body of an answer.
 func parseFetched(body []byte, version int16) (*fetchedPartition, error) {
 	r := reader{b: body}
-	p := &fetchedPartition{stable: -1}
+	p := &fetchedPartition{stable: -1, body: body}
 	r.int32() // throttled for so long already
 	if version >= 7 {
 		if p.code = r.int16(); p.code != 0 {
@@ -184,6 +189,11 @@ func (r *reader) int64() int64 {
 func (r *reader) varint() int64 {
 	if r.err != nil {
 		return 0
+	}
+	if len(r.b) > 0 && r.b[0] < 0x80 { // most are
+		v := int64(r.b[0]>>1) ^ -int64(r.b[0]&1)
+		r.b = r.b[1:]
+		return v
 	}
 	v, n := binary.Varint(r.b)
 	if n <= 0 {
