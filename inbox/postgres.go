@@ -95,6 +95,15 @@ func (s *PostgresStore) Begin(ctx context.Context, u Unit) (Attempt[pgx.Tx], []V
 
 // beginAndClaim sends BEGIN and the claim in one round trip.
 func (a *pgAttempt) beginAndClaim(ctx context.Context, items []*Item) (rows []claimed, err error) {
+	if len(items) == 1 {
+		var is bool
+		if rows, is, err = a.beginAndClaimOne(ctx, items[0]); is || err != nil {
+			return rows, err
+		}
+		// Somebody else has claimed it. The statement that says what became of it is dearer.
+		rows, a.pid, err = a.s.e.claimOn(ctx, sqldb.Pgx(a.conn), a.consumer, a.u, items)
+		return rows, err
+	}
 	b := &pgx.Batch{}
 	b.Queue("begin")
 	b.Queue(a.s.e.claimSQL(len(items)), a.s.e.claimArgs(a.consumer, a.u, items)...)
@@ -109,6 +118,31 @@ func (a *pgAttempt) beginAndClaim(ctx context.Context, items []*Item) (rows []cl
 	}
 	defer answer.Close()
 	return rows, sqldb.EachPgx(answer, scanClaim(&rows, &a.pid))
+}
+
+// beginAndClaimOne does it for one message that is most likely new: plain statements, one
+// after the other, are planned and run in half the time. It reports whether the message
+// was new.
+func (a *pgAttempt) beginAndClaimOne(ctx context.Context, it *Item) (rows []claimed, is bool, err error) {
+	e := a.s.e
+	b := &pgx.Batch{}
+	b.Queue("begin")
+	b.Queue(sqlClaimSettings, e.settingsArgs(a.u)...)
+	b.Queue(e.sql(sqlClaimOne), a.consumer, it.ID, it.Fingerprint, it.OrderKey, a.u.ContinueAfterDead)
+	b.Queue(sqlClaimRestore)
+	br := a.conn.SendBatch(ctx, b)
+	defer func() { err = errors.Join(err, br.Close()) }()
+	for range 2 {
+		if _, err = br.Exec(); err != nil {
+			return nil, false, err
+		}
+	}
+	c := claimed{inserted: true}
+	err = br.QueryRow().Scan(&c.heldID, &c.heldKey, &a.pid)
+	if errors.Is(err, pgx.ErrNoRows) {
+		return nil, false, nil
+	}
+	return []claimed{c}, true, err
 }
 
 // Record implements [Store].

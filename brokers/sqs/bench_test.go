@@ -26,7 +26,8 @@ const benchPollers = 4
 // with as many pollers, each of which receives ten and deletes them in one batch. Only
 // the ratio within one run means anything:
 //
-//	go run ./cmd/devenv -only sqs -- go test -run - -bench . -benchtime 20000x -count 5 ./brokers/sqs
+//	go build -o devenv ./cmd/devenv
+//	./devenv -only sqs -- sh -c 'for i in 1 2 3 4 5; do go test -run - -bench . -benchtime 20000x ./brokers/sqs; done'
 func BenchmarkReceiveAndDelete(b *testing.B) {
 	endpoint := devtest.SQSEndpoint(b)
 	tr := http.DefaultTransport.(*http.Transport).Clone()
