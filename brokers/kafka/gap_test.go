@@ -157,9 +157,7 @@ func TestAbortedTransactionsAndMarkersAreNotHandedOver(t *testing.T) {
 	for _, d := range got {
 		done(t, s, d)
 	}
-	res, err := r.admin.ListOffsets(t.Context(), listLast(r.topic, 0))
-	require.NoError(t, err)
-	end := res.Topics[r.topic][0].LastOffset
+	end := r.end(0)
 	require.EqualValues(t, 6*4*(3+1), end, "the log has messages and markers")
 	r.commits(0, end) // the markers at the end too
 	st, err := s.Status(t.Context())
@@ -247,9 +245,7 @@ func TestCompactedTopics(t *testing.T) {
 			require.True(t, compacted, "the broker's cleaner did not run")
 			s, _ := r.source(1000)
 			last := map[string]string{}
-			res, err := r.admin.ListOffsets(t.Context(), listLast(r.topic, 0))
-			require.NoError(t, err)
-			end := res.Topics[r.topic][0].LastOffset
+			end := r.end(0)
 			for len(last) < 10 || r.committed(0) < end {
 				ctx, cancel := context.WithTimeout(t.Context(), time.Second)
 				ds, _ := s.Receive(ctx, 1000)

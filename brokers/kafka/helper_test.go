@@ -341,6 +341,14 @@ func (r *rig) publishIDs(ids ...string) {
 	r.write(0, rec)
 }
 
+// end is the offset of a partition's next message.
+func (r *rig) end(partition int) int64 {
+	r.t.Helper()
+	res, err := r.admin.ListOffsets(context.Background(), listLast(r.topic, partition))
+	require.NoError(r.t, err)
+	return res.Topics[r.topic][0].LastOffset
+}
+
 func listLast(topic string, partition int) *kafka.ListOffsetsRequest {
 	return &kafka.ListOffsetsRequest{Topics: map[string][]kafka.OffsetRequest{topic: {kafka.LastOffsetOf(partition)}}}
 }

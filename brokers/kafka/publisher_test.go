@@ -7,6 +7,7 @@ import (
 	"fmt"
 	"io"
 	"net"
+	"slices"
 	"strings"
 	"testing"
 	"time"
@@ -117,19 +118,34 @@ func TestALostAnswerIsUnknown(t *testing.T) {
 			return (&net.Dialer{}).DialContext(ctx, network, proxy.Addr())
 		}
 	})
-	require.Equal(t, brokers.Accepted, p.Publish(t.Context(), r.message(0, "k"))[0].Outcome)
-	proxy.Pass(true, false)
-	rs := p.Publish(t.Context(), r.message(1, "k"), r.message(2, "k"))
-	require.Equal(t, map[brokers.Outcome]int{brokers.Unknown: 2}, outcomes(rs), "%v", rs)
-	require.ErrorIs(t, rs[0].Err, brokers.ErrUnknownOutcome)
-	require.Equal(t, brokers.Retryable, brokers.ClassOf(rs[0].Err))
-	proxy.Pass(true, true)
-	proxy.Cut()
-	require.Eventually(t, func() bool {
-		return p.Publish(t.Context(), r.message(1, "k"), r.message(2, "k"))[1].Outcome == brokers.Accepted
-	}, patience, 50*time.Millisecond)
+	accepted := func(ms ...*brokers.Message) {
+		require.Eventually(t, func() bool { return outcomes(p.Publish(t.Context(), ms...))[brokers.Accepted] == len(ms) }, patience, 50*time.Millisecond)
+	}
+	// kafka-go gives an answer before the connection is free again: the next request may
+	// need a new one, whose dialling waits for answers too. Then nothing was sent.
+	stored := false
+	for range 10 {
+		accepted(r.message(0, "k"))
+		before := r.end(0)
+		proxy.Pass(true, false)
+		rs := p.Publish(t.Context(), r.message(1, "k"), r.message(2, "k"))
+		require.Equal(t, map[brokers.Outcome]int{brokers.Unknown: 2}, outcomes(rs), "%v", rs)
+		require.ErrorIs(t, rs[0].Err, brokers.ErrUnknownOutcome)
+		require.Equal(t, brokers.Retryable, brokers.ClassOf(rs[0].Err))
+		proxy.Pass(true, true)
+		proxy.Cut()
+		if stored = r.end(0) > before; stored {
+			break
+		}
+	}
+	require.True(t, stored, "nothing that was said to be unknown was stored")
+	accepted(r.message(1, "k"), r.message(2, "k"))
 	s, _ := r.source(10)
-	require.Equal(t, []string{id(0), id(1), id(2), id(1), id(2)}, ids(receive(t, s, 5)), "Unknown was stored, and was sent again")
+	got := slices.DeleteFunc(ids(receive(t, s, int(r.end(0)))), func(x string) bool { return x == id(0) })
+	require.GreaterOrEqual(t, len(got), 4, "Unknown was stored, and was sent again")
+	for i, x := range got {
+		require.Equal(t, id(1+i%2), x, "%v", got)
+	}
 }
 
 // Nobody listens: nothing was sent, and nothing claims otherwise.
