@@ -4,7 +4,6 @@ import (
 	"context"
 	"sync/atomic"
 	"testing"
-	"time"
 
 	"github.com/jackc/pgx/v5"
 	"github.com/stretchr/testify/require"
@@ -20,18 +19,21 @@ import (
 type toldFull struct {
 	inbox.Store[pgx.Tx]
 	total atomic.Int64
-	asked atomic.Int64
+	asked chan struct{}
 }
 
 func (s *toldFull) Held(ctx context.Context, consumer string) (inbox.HeldStats, error) {
-	s.asked.Add(1)
+	select {
+	case s.asked <- struct{}{}:
+	default:
+	}
 	return inbox.HeldStats{Total: int(s.total.Load())}, nil
 }
 
-func (s *toldFull) heard() { // the runner has heard of it
-	for n := s.asked.Load(); s.asked.Load() < n+2; {
-		time.Sleep(10 * time.Millisecond)
-	}
+// heard returns when the runner has heard of it: it asks again after it has the answer.
+func (s *toldFull) heard() {
+	<-s.asked
+	<-s.asked
 }
 
 func (s *toldFull) Begin(ctx context.Context, u inbox.Unit) (inbox.Attempt[pgx.Tx], []inbox.Verdict, error) {
@@ -49,7 +51,7 @@ func TestMessageThatWasNotHeldAtMaxHeldIsNotSettled(t *testing.T) {
 	t.Parallel()
 	pool := devtest.PostgresPool(t, 8)
 	db := onPool(t, pool, pool)
-	s := &toldFull{Store: inbox.Postgres(pool)}
+	s := &toldFull{Store: inbox.Postgres(pool), asked: make(chan struct{})}
 	b := memory.New(memory.Config{})
 	b.Topic("t", memory.TopicConfig{Partitions: 1})
 	running, release := make(chan struct{}), make(chan struct{})

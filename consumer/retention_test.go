@@ -62,7 +62,10 @@ func TestOldClaimsAreForgottenAndOldMessagesAreNotTakenForNew(t *testing.T) {
 				eventually(t, "it is known what may be forgotten", func() bool {
 					return db.query(t, `SELECT count(*) FROM inbox_retention WHERE deleted > 0 AND cleaned_at IS NOT NULL`) == 1
 				})
-				time.Sleep(200 * time.Millisecond) // the runner's own look at it
+				// What forgets the next one comes after the runner has heard of the first.
+				publish(t, b, msg("q", "2", "k", "x"))
+				eventually(t, "the next is processed", func() bool { return r.Stats().Processed == 2 })
+				eventually(t, "the next is forgotten", func() bool { return db.query(t, `SELECT count(*) FROM processed_messages`) == 0 })
 				publish(t, b, late, fresh)
 				eventually(t, "fresh", func() bool {
 					return db.query(t, `SELECT count(*) FROM effects WHERE id = 'fresh'`) == 1 || policy == consumer.HoldTooOld

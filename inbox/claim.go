@@ -43,8 +43,8 @@ func (c claimed) judge() (v Verdict, again bool) {
 }
 
 // claimSQL is the claim of n messages on PostgreSQL, in one statement. Its
-// parameters are: consumer, lock timeout, idle timeout, whether dead ones do not
-// block, whether to watch the client; then id, fingerprint and order key of each message.
+// parameters are: lock timeout, idle timeout, whether to watch the client, consumer,
+// whether dead ones do not block; then id, fingerprint and order key of each message.
 func (e *engine) claimSQL(n int) string {
 	e.mu.Lock()
 	defer e.mu.Unlock()
@@ -65,31 +65,33 @@ func (e *engine) claimSQL(n int) string {
 	return s
 }
 
-// The settings ride with the claim. synchronous_commit is raised to on, never
+// sqlSettings ride with the claim. synchronous_commit is raised to on, never
 // lowered. lock_timeout bounds the wait for a concurrent claim alone: it is put
 // back before the handler runs. The two last ones end the transaction of a client
 // that is gone, which would keep a duplicate waiting: while it is idle, and while a
 // statement runs.
+const sqlSettings = `set_config('lock_timeout', $1::text, true) AS lock,
+	set_config('idle_in_transaction_session_timeout', $2::text, true) AS idle,
+	set_config('synchronous_commit', CASE WHEN current_setting('synchronous_commit') IN ('on', 'remote_apply')
+		THEN current_setting('synchronous_commit') ELSE 'on' END, true) AS durable,
+	CASE WHEN $3::boolean AND current_setting('client_connection_check_interval', true) = '0'
+		THEN set_config('client_connection_check_interval', '1000', true) END AS watch`
+
 const sqlClaimPostgres = `WITH cfg AS MATERIALIZED (
-	SELECT current_setting('lock_timeout') AS old, set_config('lock_timeout', $2::text, true) AS lock,
-		set_config('idle_in_transaction_session_timeout', $3::text, true) AS idle,
-		set_config('synchronous_commit', CASE WHEN current_setting('synchronous_commit') IN ('on', 'remote_apply')
-			THEN current_setting('synchronous_commit') ELSE 'on' END, true) AS durable,
-		CASE WHEN $5::boolean AND current_setting('client_connection_check_interval', true) = '0'
-			THEN set_config('client_connection_check_interval', '1000', true) END AS watch
+	SELECT current_setting('lock_timeout') AS old, ` + sqlSettings + `
 ), req AS MATERIALIZED (
 	SELECT v.ord, v.id, v.fp, v.key FROM cfg, (VALUES {values}) AS v (ord, id, fp, key)
 ), ins AS (
 	INSERT INTO {s}processed_messages (consumer_id, message_id, fp)
-	SELECT $1::smallint, id, fp FROM req ORDER BY id ON CONFLICT DO NOTHING RETURNING message_id
+	SELECT $4::smallint, id, fp FROM req ORDER BY id ON CONFLICT DO NOTHING RETURNING message_id
 )
 SELECT i.message_id IS NOT NULL, p.state, coalesce(p.fp <> r.fp, false),
-	EXISTS (SELECT FROM {s}held_messages h WHERE h.consumer_id = $1::smallint AND h.message_id = r.id AND h.kind = 0),
-	EXISTS (SELECT FROM {s}held_messages h WHERE h.consumer_id = $1::smallint AND h.order_key = r.key AND NOT (h.dead AND $4::boolean)),
+	EXISTS (SELECT FROM {s}held_messages h WHERE h.consumer_id = $4::smallint AND h.message_id = r.id AND h.kind = 0),
+	EXISTS (SELECT FROM {s}held_messages h WHERE h.consumer_id = $4::smallint AND h.order_key = r.key AND NOT (h.dead AND $5::boolean)),
 	pg_backend_pid(),
 	(SELECT set_config('lock_timeout', cfg.old, true) FROM cfg, (SELECT count(*) AS n FROM ins) x WHERE x.n >= 0) IS NOT NULL
 FROM req r LEFT JOIN ins i ON i.message_id = r.id
-LEFT JOIN LATERAL (SELECT state, fp FROM {s}processed_messages WHERE consumer_id = $1::smallint AND message_id = r.id LIMIT 1) p ON true
+LEFT JOIN LATERAL (SELECT state, fp FROM {s}processed_messages WHERE consumer_id = $4::smallint AND message_id = r.id LIMIT 1) p ON true
 ORDER BY r.ord`
 
 // The same for one message that is most likely new, as statements of one round trip: they
@@ -97,13 +99,8 @@ ORDER BY r.ord`
 // as in the long form: a hold that was committed before the insert could go on has left
 // the row in processed_messages too, so the insert gives no row and the long form is asked.
 const (
-	sqlClaimSettings = `SELECT set_config('twiceproof.lock_timeout', current_setting('lock_timeout'), true),
-		set_config('lock_timeout', $1::text, true), set_config('idle_in_transaction_session_timeout', $2::text, true),
-		set_config('synchronous_commit', CASE WHEN current_setting('synchronous_commit') IN ('on', 'remote_apply')
-			THEN current_setting('synchronous_commit') ELSE 'on' END, true),
-		CASE WHEN $3::boolean AND current_setting('client_connection_check_interval', true) = '0'
-			THEN set_config('client_connection_check_interval', '1000', true) END`
-	sqlClaimOne = `INSERT INTO {s}processed_messages (consumer_id, message_id, fp) VALUES ($1::smallint, $2::text, $3::bytea)
+	sqlClaimSettings = `SELECT set_config('twiceproof.lock_timeout', current_setting('lock_timeout'), true), ` + sqlSettings
+	sqlClaimOne      = `INSERT INTO {s}processed_messages (consumer_id, message_id, fp) VALUES ($1::smallint, $2::text, $3::bytea)
 		ON CONFLICT DO NOTHING RETURNING
 		EXISTS (SELECT FROM {s}held_messages h WHERE h.consumer_id = $1::smallint AND h.message_id = $2::text AND h.kind = 0),
 		EXISTS (SELECT FROM {s}held_messages h WHERE h.consumer_id = $1::smallint AND h.order_key = $4::bytea AND NOT (h.dead AND $5::boolean)),
@@ -118,7 +115,7 @@ func milliseconds(d time.Duration) string {
 	return strconv.FormatInt(max(1, d.Milliseconds()), 10)
 }
 
-// settingsArgs are the timeouts of a claim, and whether to watch the client.
+// settingsArgs are the parameters of sqlSettings.
 func (e *engine) settingsArgs(u Unit) []any {
 	timeout := u.ClaimTimeout
 	if timeout <= 0 {
@@ -130,8 +127,7 @@ func (e *engine) settingsArgs(u Unit) []any {
 }
 
 func (e *engine) claimArgs(consumer int16, u Unit, items []*Item) []any {
-	set := e.settingsArgs(u)
-	args := []any{consumer, set[0], set[1], u.ContinueAfterDead, set[2]}
+	args := append(e.settingsArgs(u), consumer, u.ContinueAfterDead)
 	for _, it := range items {
 		args = append(args, it.ID, it.Fingerprint, it.OrderKey)
 	}

@@ -88,14 +88,7 @@ func (e *engine) lockHead(ctx context.Context, q sqldb.Q, h *Head, u Unit) (ende
 	if e.dialect == sqldb.Postgres {
 		// The same settings as a claim has; the wait is for the taker of a lease that
 		// ran out while its handler still runs.
-		timeout := u.ClaimTimeout
-		if timeout <= 0 {
-			timeout = 5 * time.Second
-		}
-		e.mu.Lock()
-		watch := e.watch
-		e.mu.Unlock()
-		_, err := sqldb.QueryRow(ctx, q, sqlRetrySettings, []any{milliseconds(timeout), milliseconds(u.IdleTimeout), watch}, &pid, &lockTimeout)
+		_, err := sqldb.QueryRow(ctx, q, sqlRetrySettings, e.settingsArgs(u), &pid, &lockTimeout)
 		if err != nil {
 			return false, 0, err
 		}
@@ -123,12 +116,7 @@ func (e *engine) lockHead(ctx context.Context, q sqldb.Q, h *Head, u Unit) (ende
 	return false, pid, err
 }
 
-const sqlRetrySettings = `WITH cfg AS MATERIALIZED (
-	SELECT current_setting('lock_timeout') AS old, set_config('lock_timeout', $1::text, true), set_config('idle_in_transaction_session_timeout', $2::text, true),
-		set_config('synchronous_commit', CASE WHEN current_setting('synchronous_commit') IN ('on', 'remote_apply')
-			THEN current_setting('synchronous_commit') ELSE 'on' END, true),
-		CASE WHEN $3::boolean AND current_setting('client_connection_check_interval', true) = '0'
-			THEN set_config('client_connection_check_interval', '1000', true) END)
+const sqlRetrySettings = `WITH cfg AS MATERIALIZED (SELECT current_setting('lock_timeout') AS old, ` + sqlSettings + `)
 	SELECT pg_backend_pid(), old FROM cfg`
 
 // finishHead turns the claim to its final state and removes the held row: the last

@@ -140,7 +140,7 @@ func TestALostAnswerIsUnknown(t *testing.T) {
 	}
 	require.True(t, stored, "nothing that was said to be unknown was stored")
 	accepted(r.message(1, "k"), r.message(2, "k"))
-	s, _ := r.source(10)
+	s, _ := r.source(100)
 	got := slices.DeleteFunc(ids(receive(t, s, int(r.end(0)))), func(x string) bool { return x == id(0) })
 	require.GreaterOrEqual(t, len(got), 4, "Unknown was stored, and was sent again")
 	for i, x := range got {

@@ -13,6 +13,7 @@ import (
 
 	"github.com/twiceproof/twiceproof/brokers"
 	"github.com/twiceproof/twiceproof/brokers/memory"
+	"github.com/twiceproof/twiceproof/internal/devenv/devtest"
 )
 
 // events collects what an Observer hears.
@@ -281,7 +282,7 @@ func TestRebalanceTo(t *testing.T) {
 // time: no polling, whatever the clock does.
 func TestMillionDeliveries(t *testing.T) {
 	if testing.Short() {
-		t.Skip("a million deliveries")
+		devtest.Skip(t, "a million deliveries are not short")
 	}
 	synctest.Test(t, func(t *testing.T) {
 		b := memory.New(memory.Config{})

@@ -18,6 +18,7 @@ import (
 	"github.com/stretchr/testify/require"
 
 	"github.com/twiceproof/twiceproof/internal/devenv"
+	"github.com/twiceproof/twiceproof/internal/devenv/devtest"
 )
 
 // build builds the command: `go run` would not pass signals on.
@@ -73,10 +74,7 @@ func haveLocal(t *testing.T) {
 	t.Helper()
 	p, err := devenv.StartPostgres(t.Context(), devenv.Options{StateDir: stateDir(t)}, devenv.PostgresConfig{})
 	if err != nil {
-		if strings.Contains(os.Getenv("TWICEPROOF_REQUIRE"), "postgres") {
-			t.Fatal(err)
-		}
-		t.Skip("SKIP postgres:", err)
+		devtest.Missing(t, "postgres", err.Error())
 	}
 	require.NoError(t, p.Close())
 }

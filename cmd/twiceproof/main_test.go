@@ -62,8 +62,10 @@ func emptyFile(t *testing.T) string {
 // places are databases that commands can be pointed at.
 func places(t *testing.T) map[string][]string {
 	at := map[string][]string{"sqlite": {"--sqlite", emptyFile(t)}}
-	if os.Getenv("DATABASE_URL") != "" {
-		url, schema := devtest.PostgresURL(t), devtest.Name("cli")
+	var url string
+	t.Run("postgres is there", func(t *testing.T) { url = devtest.PostgresURL(t) })
+	if url != "" {
+		schema := devtest.Name("cli")
 		db, err := sql.Open("pgx", url)
 		require.NoError(t, err)
 		t.Cleanup(func() {

@@ -61,7 +61,7 @@ func crashPoints() []crashPoint {
 func TestKilledAtAnyPointEveryMessageHasOneEffect(t *testing.T) {
 	t.Parallel()
 	if runtime.GOOS == "windows" {
-		t.Skip("processes cannot end themselves by SIGKILL here")
+		devtest.Skip(t, "processes cannot end themselves by SIGKILL here")
 	}
 	for _, kind := range []string{onSQLite, onPostgres, onPostgresDB, "rabbitmq", "sqs"} {
 		t.Run(kind, func(t *testing.T) {

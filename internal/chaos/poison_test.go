@@ -122,7 +122,7 @@ func poisonMessages(topic string) []*brokers.Message {
 // and first deliveries are not slowed down.
 func TestMessageThatKillsItsProcessIsHeldInTheEnd(t *testing.T) {
 	if runtime.GOOS == "windows" {
-		t.Skip("no signals here")
+		devtest.Skip(t, "no signals here")
 	}
 	t.Run("a log in memory, SQLite", func(t *testing.T) {
 		t.Parallel()

@@ -8,6 +8,8 @@ import (
 	"testing"
 
 	"github.com/stretchr/testify/require"
+
+	"github.com/twiceproof/twiceproof/internal/devenv/devtest"
 )
 
 // Environment variables of the runs; docs/chaos.md tells of them.
@@ -20,7 +22,7 @@ const (
 func planOf(t *testing.T) plan {
 	t.Helper()
 	if runtime.GOOS == "windows" {
-		t.Skip("no signals here")
+		devtest.Skip(t, "no signals here")
 	}
 	seed := rand.Uint64N(1_000_000)
 	if s := os.Getenv(envSeed); s != "" {

@@ -5,9 +5,11 @@ package devenv
 import (
 	"context"
 	"errors"
+	"fmt"
 	"os"
 	"os/exec"
 	"path/filepath"
+	"slices"
 	"strings"
 	"testing"
 	"time"
@@ -32,12 +34,19 @@ func shortDir(t *testing.T) string {
 	return dir
 }
 
-// needs skips where the programs are not installed; cmd/devenv's own tests say so
-// where they are required.
+// skip is devtest's, which imports this package.
+func skip(t *testing.T, why string) {
+	t.Helper()
+	fmt.Fprintf(os.Stderr, "SKIP %s: %s\n", t.Name(), why)
+	t.Skip(why)
+}
+
+// needs skips where the programs are not installed, unless they are required.
 func needs(t *testing.T, service string, err error) {
 	t.Helper()
-	if errors.Is(err, ErrUnavailable) && !strings.Contains(os.Getenv("TWICEPROOF_REQUIRE"), service) {
-		t.Skip("SKIP", service, err)
+	required := slices.Contains(strings.Split(os.Getenv("TWICEPROOF_REQUIRE"), ","), service)
+	if errors.Is(err, ErrUnavailable) && !required {
+		skip(t, fmt.Sprintf("%s: %s", service, err))
 	}
 	require.NoError(t, err)
 }
@@ -243,7 +252,7 @@ func TestLinkLibraries(t *testing.T) {
 // only on request.
 func TestInstallers(t *testing.T) {
 	if os.Getenv("TWICEPROOF_TEST_INSTALL") == "" {
-		t.Skip("set TWICEPROOF_TEST_INSTALL=1 to run apt-get and npm")
+		skip(t, "set TWICEPROOF_TEST_INSTALL=1 to run apt-get and npm")
 	}
 	for _, in := range []installer{apt("postgresql"), apt("rabbitmq-server"), npm()} {
 		ctx, cancel := context.WithTimeout(t.Context(), 5*time.Minute)

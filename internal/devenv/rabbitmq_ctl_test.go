@@ -13,7 +13,7 @@ import (
 func TestCtlCallsAgainOnlyWhenTheNodeWasNotReached(t *testing.T) {
 	t.Parallel()
 	if runtime.GOOS == "windows" {
-		t.Skip("SKIP: the stand-in for rabbitmqctl is a shell script")
+		skip(t, "the stand-in for rabbitmqctl is a shell script")
 	}
 	dir := t.TempDir()
 	script := `#!/bin/sh

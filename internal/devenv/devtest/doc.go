@@ -44,6 +44,14 @@ func Missing(t testing.TB, service, why string) {
 	t.Skipf("%s: %s", service, why)
 }
 
+// Skip skips the test and prints one line that says why: for what no service could
+// make possible, such as another operating system.
+func Skip(t testing.TB, why string) {
+	t.Helper()
+	fmt.Fprintf(os.Stderr, "SKIP %s: %s\n", t.Name(), why)
+	t.Skip(why)
+}
+
 // urlOf returns the value of the environment variable, or ends the test.
 func urlOf(t testing.TB, service, env string) string {
 	t.Helper()
