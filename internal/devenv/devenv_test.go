@@ -140,6 +140,10 @@ func TestRabbitMQKeepsItsDataOverAKillAndTakesEpmdWithIt(t *testing.T) {
 	require.NoError(t, err)
 	closed := c.NotifyClose(make(chan *amqp.Error, 1))
 
+	// RabbitMQ answers a declaration before its database of definitions, Mnesia, has
+	// written it.
+	_, err = r.Ctl(ctx, "eval", "mnesia:sync_log().")
+	require.NoError(t, err)
 	pid := r.PID()
 	require.NoError(t, r.Kill())
 	<-closed // the kill hit the node itself, not a wrapper
