@@ -65,15 +65,18 @@ func (e *engine) claimSQL(n int) string {
 	return s
 }
 
-// sqlSettings ride with the claim. synchronous_commit is raised to on, never
-// lowered. lock_timeout bounds the wait for a concurrent claim alone: it is put
+// sqlDurable raises synchronous_commit to on, and never lowers it: what a broker is told
+// goes by a commit that outlives the server's crash.
+const sqlDurable = `set_config('synchronous_commit', CASE WHEN current_setting('synchronous_commit') IN ('on', 'remote_apply')
+	THEN current_setting('synchronous_commit') ELSE 'on' END, true)`
+
+// sqlSettings ride with the claim. lock_timeout bounds the wait for a concurrent claim alone: it is put
 // back before the handler runs. The two last ones end the transaction of a client
 // that is gone, which would keep a duplicate waiting: while it is idle, and while a
 // statement runs.
 const sqlSettings = `set_config('lock_timeout', $1::text, true) AS lock,
 	set_config('idle_in_transaction_session_timeout', $2::text, true) AS idle,
-	set_config('synchronous_commit', CASE WHEN current_setting('synchronous_commit') IN ('on', 'remote_apply')
-		THEN current_setting('synchronous_commit') ELSE 'on' END, true) AS durable,
+	` + sqlDurable + ` AS durable,
 	CASE WHEN $3::boolean AND current_setting('client_connection_check_interval', true) = '0'
 		THEN set_config('client_connection_check_interval', '1000', true) END AS watch`
 

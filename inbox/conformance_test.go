@@ -74,7 +74,10 @@ func loser(p *pgproxy.Proxy) func(bool) {
 }
 
 func pgPool(t *testing.T) *pgxpool.Pool {
-	pool := devtest.PostgresPool(t, 8)
+	// Less durable than the inbox needs: it has to raise it.
+	cfg := devtest.PostgresPool(t, 8).Config()
+	cfg.ConnConfig.RuntimeParams["synchronous_commit"] = "off"
+	pool := newPool(t, cfg)
 	_, err := migrations.Up(t.Context(), migrations.Pool(pool))
 	require.NoError(t, err)
 	_, err = pool.Exec(t.Context(), effectsTable)

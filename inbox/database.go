@@ -73,12 +73,19 @@ func (s *SQLStore) begin(ctx context.Context) (*sql.Tx, error) {
 	return s.db.BeginTx(context.WithoutCancel(ctx), nil)
 }
 
+// inTx runs fn in a durable transaction of the store's own.
 func (s *SQLStore) inTx(ctx context.Context, fn func(*sql.Tx) error) error {
 	tx, err := s.begin(ctx)
 	if err != nil {
 		return err
 	}
-	if err := fn(tx); err != nil {
+	if s.e.dialect == sqldb.Postgres {
+		_, err = tx.ExecContext(ctx, "SELECT "+sqlDurable)
+	}
+	if err == nil {
+		err = fn(tx)
+	}
+	if err != nil {
 		_ = tx.Rollback()
 		return err
 	}

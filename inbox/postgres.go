@@ -162,14 +162,14 @@ func (s *PostgresStore) Record(ctx context.Context, u Unit, outcomes ...Outcome[
 	return vs, nil
 }
 
-// inTx runs fn in a transaction of the store's own, at READ COMMITTED.
+// inTx runs fn in a durable transaction of the store's own, at READ COMMITTED.
 func (s *PostgresStore) inTx(ctx context.Context, fn func(tx pgx.Tx) error) error {
 	conn, err := s.acquire(ctx)
 	if err != nil {
 		return err
 	}
 	defer conn.Release()
-	return pgx.BeginTxFunc(ctx, conn, pgx.TxOptions{IsoLevel: pgx.ReadCommitted}, fn)
+	return pgx.BeginTxFunc(ctx, conn, pgx.TxOptions{BeginQuery: "begin isolation level read committed; SELECT " + sqlDurable}, fn)
 }
 
 // TakeHeads implements [Store].

@@ -46,6 +46,25 @@ func holdCases[Tx any]() []testCase[Tx] {
 			require.Equal(e, inbox.Claimed, e.verdict(e.item("4", "")), "without a key nothing waits")
 			require.Equal(e, 1, e.count(`SELECT count(*) FROM held_messages WHERE message_id = '2' AND reason = 'behind' AND due_at IS NULL AND NOT dead`))
 		}},
+		{"hold/a held message is not run when its claim is gone", nil, func(e *env[Tx]) {
+			e.hold(e.item("1", "k"))
+			require.NoError(e, e.Do(`DELETE FROM processed_messages`))
+			require.Equal(e, inbox.Held, e.verdict(e.item("1", "k")))
+			require.Equal(e, 1, e.count(`SELECT count(*) FROM processed_messages WHERE state = 1`))
+		}},
+		{"hold/what is kept outlives the server's crash", needsServer[Tx], func(e *env[Tx]) {
+			require.NoError(e, e.Do(`CREATE FUNCTION durable() RETURNS trigger LANGUAGE plpgsql AS $$ BEGIN
+				ASSERT current_setting('synchronous_commit') = 'on', 'synchronous_commit';
+				RETURN NULL;
+			END $$`))
+			require.NoError(e, e.Do(`CREATE TRIGGER durable AFTER INSERT OR UPDATE OR DELETE ON held_messages FOR EACH ROW EXECUTE FUNCTION durable()`))
+			e.hold(e.item("1", "k"))
+			require.Equal(e, inbox.Behind, e.verdict(e.item("2", "k")))
+			a := e.retry(e.head())
+			require.NoError(e, a.Kill(e.Context()))
+			require.NoError(e, a.Fail(e.Context(), retryOf[Tx](e.item("1", "k"))))
+			e.commit(e.retry(e.head()))
+		}},
 		{"hold/a message without a key holds up nobody", nil, func(e *env[Tx]) {
 			e.hold(e.item("1", ""))
 			require.Equal(e, inbox.Claimed, e.verdict(e.item("2", "")))
