@@ -28,6 +28,9 @@ func TestBrokerCrashLosesNothingAndTheSourceComesBack(t *testing.T) {
 	before := receive(t, s, 100)
 	settle(t, s, brokers.Done, before[:10]...)
 
+	// The queue's declaration is answered before Mnesia has written it.
+	_, err := node.Ctl(t.Context(), "eval", "mnesia:sync_log().")
+	require.NoError(t, err)
 	require.NoError(t, node.Kill())
 	<-before[50].Context.Done()
 	require.NoError(t, node.Start(t.Context()))
