@@ -34,13 +34,6 @@ func shortDir(t *testing.T) string {
 	return dir
 }
 
-// skip is devtest's, which imports this package.
-func skip(t *testing.T, why string) {
-	t.Helper()
-	fmt.Fprintf(os.Stderr, "SKIP %s: %s\n", t.Name(), why)
-	t.Skip(why)
-}
-
 // needs skips where the programs are not installed, unless they are required.
 func needs(t *testing.T, service string, err error) {
 	t.Helper()
